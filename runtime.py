@@ -1,0 +1,452 @@
+"""What every run shares: command line, device and processes, run folder, log, checkpoints, signals, result.
+
+A script keeps its settings in one plain dict with a trailing comment beside each key, and runs in this order:
+
+    config = configure(__file__, DEFAULTS, PRESETS)   # wrong words end here, before anything is loaded
+    run = launch(config['device'])                    # one process, or one of torchrun's
+    folder = open_run('lm', config, run)              # the last thing before training: --overwrite deletes here
+    log, stop = Log(folder, main=run.main), StopSignal()
+    ...                                               # log.write, save_checkpoint, stop.agreed(run)
+    result(val_loss=loss)                             # one JSON object, the last line of stdout
+    finish()
+
+What a user can cause ends in fail(): one line on stderr and a status, 2 for bad input, 1 for a disk that refuses.
+"""
+
+import ast
+import contextlib
+import difflib
+import io
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tokenize
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+SWITCH = {'on': True, 'true': True, 'off': False, 'false': False}
+WANTED = {bool: 'on or off', int: 'a whole number of at most 63 bits', float: 'a finite number', str: 'text'}
+LIMIT = {int: 2 ** 63, float: math.inf}
+# All that --overwrite may delete; .tmp is what a kill in the middle of a save leaves.
+RUN_FILES = [name + end for name in ('config.json', 'log.jsonl', '*.pt') for end in ('', '.tmp')]
+
+
+def speaks():
+    """True in the one process that prints."""
+    return os.environ.get('RANK', '0') == '0'
+
+
+def fail(message, status=2):
+    """One line on stderr, from rank 0 alone; then SystemExit(status) in every process."""
+    if speaks():
+        print('error: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+# ---- command line
+
+def configure(script, defaults, presets=None, choices=None, argv=None, positional=None):
+    """The settings of a run, as a dict: defaults < saved (with --resume) < preset < keys given.
+
+    script is the caller's __file__, whose source gives --help its text; presets maps a name to some of the keys;
+    choices maps a key to the values allowed; positional names the key that one bare word may set. A value takes the
+    type of its default. The result has every key of defaults, and 'preset' ('' if none). Every mistake is fail().
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if '--help' in words or '-h' in words:
+        if speaks():
+            print(help_text(script, defaults, presets or {}))
+        raise SystemExit(0)
+    defaults, choices = dict(defaults), dict(choices or {})
+    if presets:
+        defaults['preset'], choices['preset'] = '', [*presets, '']
+    given = read_words(words, defaults, positional)
+    given = {**(presets or {}).get(given.get('preset'), {}), **given}
+    config = {'preset': '', **defaults, **given}
+    if config.get('resume'):
+        saved = resumed(script, config, defaults)
+        config = {**config, **saved, **given, 'out_dir': saved['out_dir']}
+    for key, allowed in choices.items():
+        if config[key] not in allowed:
+            fail(f'--{key}={shown(config[key])}: expected one of {", ".join(map(shown, allowed))}')
+    return config
+
+
+def read_words(words, defaults, positional):
+    """Words of the command line -> {key: value}; the last of two wins."""
+    given, words = {}, list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith('--'):
+            if word.startswith('-') or positional is None or positional in given:
+                fail(f'unexpected word {word!r}: settings are written --key=value (--help lists them)')
+            given[positional] = typed(positional, word, defaults[positional])
+            continue
+        name, equals, text = word[2:].partition('=')
+        key = name.replace('-', '_')
+        if key not in defaults:
+            nearest = difflib.get_close_matches(key.lower(), defaults, n=1, cutoff=0)[0]
+            fail(f'unknown key --{name}: the nearest is --{nearest} (--help lists all)')
+        if not equals and isinstance(defaults[key], bool):
+            text = words.pop(0) if words and words[0].lower() in SWITCH else 'on'
+        elif not equals:
+            if not words or words[0].startswith('--'):
+                fail(f'--{name} has no value: expected {WANTED[type(defaults[key])]}, as in --{key}=VALUE')
+            text = words.pop(0)
+        given[key] = typed(key, text, defaults[key])
+    return given
+
+
+def typed(key, text, default):
+    """text as a value of default's type."""
+    kind = type(default)
+    try:
+        value = SWITCH[text.lower()] if kind is bool else kind(text)
+        if kind in LIMIT and not abs(value) < LIMIT[kind]:  # nan compares false, so it is refused as well
+            raise ValueError
+        return value
+    except (KeyError, ValueError):
+        fail(f'--{key}={text}: expected {WANTED[kind]} (the default is {shown(default)})')
+
+
+def shown(value):
+    """value as one would type it."""
+    return {True: 'on', False: 'off'}[value] if isinstance(value, bool) else str(value) or "''"
+
+
+def resumed(script, config, defaults):
+    """The settings saved in the run that --resume continues, less those that belong to one start of it.
+
+    out_dir=latest is the newest run of this script: in out/lm for train_lm.py.
+    """
+    if config.get('overwrite'):
+        fail('--resume continues a run and --overwrite deletes it: give one of the two')
+    if not config['out_dir']:
+        fail('--resume needs the run to continue: --out_dir=FOLDER, or --out_dir=latest for the newest')
+    newest = config['out_dir'] == 'latest'
+    folder = latest(Path(script).stem.removeprefix('train_')) if newest else Path(config['out_dir'])
+    try:
+        saved = dict(json.loads((folder / 'config.json').read_text(encoding='utf-8')))
+    except (OSError, ValueError, TypeError) as error:
+        fail(f'no run to resume in {folder}: its config.json cannot be read ({reason(error)})')
+    saved = {key: saved[key] for key in defaults if key in saved and key not in ('resume', 'overwrite', 'device')}
+    for key, value in saved.items():
+        kind = type(defaults[key])
+        if type(value) not in ((int, float) if kind is float else (kind,)):
+            fail(f'{folder / "config.json"}: {key} is {value!r}, expected {WANTED[kind]}')
+    return {**saved, 'out_dir': str(folder)}
+
+
+def help_text(script, defaults, presets):
+    """The script's docstring, its presets, and each key with its default and the comment beside it in the source."""
+    source = Path(script).read_text(encoding='utf-8')
+    lines = [ast.get_docstring(ast.parse(source)) or '', '', 'settings, --key=value:']
+    for key, comment in key_comments(source, defaults):
+        setting = f'--{key}={shown(defaults[key])}' if key else ''
+        lines.append(f'  {setting:<30}  {comment}'.rstrip() if key else f'\n  {comment}')
+    for name, row in presets.items():
+        lines.append(f'\n--preset={name} means ' + ' '.join(f'--{key}={shown(value)}' for key, value in row.items()))
+    return '\n'.join(lines)
+
+
+def key_comments(source, defaults):
+    """[(key, comment)] in the order of the source; a comment on a line of its own comes with the key ''."""
+    comments = {token.start[0]: token.string.lstrip('# ') for token in
+                tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
+    for node in ast.parse(source).body:
+        value = getattr(node, 'value', None)  # of DEFAULTS = dict(key=...) or DEFAULTS = {'key': ...}
+        keys = [(key.arg, key.lineno) for key in getattr(value, 'keywords', [])]
+        if isinstance(value, ast.Dict):
+            keys = [(key.value, key.lineno) for key in value.keys if isinstance(key, ast.Constant)]
+        if {key for key, _ in keys} == set(defaults):
+            alone = [('', line) for line in comments if node.lineno <= line <= node.end_lineno
+                     and line not in [number for _, number in keys]]
+            return [(key, comments.get(line, '')) for key, line in sorted(keys + alone, key=lambda pair: pair[1])]
+    return [(key, '') for key in defaults]
+
+
+# ---- device and processes
+
+def launch(device='auto'):
+    """Namespace(rank, world, local_rank, device, main): this process among torchrun's, or alone.
+
+    device: auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps; the result's is a torch.device.
+    """
+    rank, world, local_rank = (int(os.environ.get(name, default))
+                               for name, default in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    mps = torch.backends.mps.is_available() and world == 1  # no process group works on mps
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if mps else 'cpu'
+    if world > 1 and device.split(':')[0] == 'cuda':
+        device = f'cuda:{local_rank}'
+    present = ['cpu', *['mps'] * mps, *['cuda'] * torch.cuda.is_available()]
+    present += [f'cuda:{index}' for index in range(torch.cuda.device_count())]
+    if device not in present:
+        fail(f'device {device} is not there: expected auto or one of {", ".join(present)}')
+    device = torch.device(device)
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    return SimpleNamespace(rank=rank, world=world, local_rank=local_rank, device=device, main=rank == 0)
+
+
+def finish():
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduced(values, op):
+    """values (numbers) -> list of floats, reduced over the processes in float64."""
+    if not dist.is_initialized():
+        return [float(value) for value in values]
+    device = 'cuda' if dist.get_backend() == 'nccl' else 'cpu'
+    total = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    dist.all_reduce(total, op)
+    return total.tolist()
+
+
+def all_sum(*values):
+    """Numbers or 0-d tensors -> list of floats: each summed over the processes; themselves when alone."""
+    return all_reduced(values, dist.ReduceOp.SUM)
+
+
+def precision(device, dtype):
+    """Context of the forward pass: autocast for 'bfloat16', nothing for 'float32'."""
+    if dtype == 'float32':
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, dtype))
+
+
+# ---- run folder
+
+def open_run(kind, config, run):
+    """Path of this run's folder, made by rank 0 and the same in all processes, with config.json in it.
+
+    out_dir='' makes out/KIND/YYYYMMDD-HHMMSS. A named folder that holds a run is refused, unless config has resume
+    (it is left as it is: write_config when the checkpoint has been loaded) or overwrite (its RUN_FILES are deleted).
+    """
+    answer = ['', '']  # folder, what is wrong: every process must hear of a failure, not wait for it
+    if run.main:
+        try:
+            folder = claim_folder(config) if config['out_dir'] else dated_folder(Path('out', kind))
+            if not config.get('resume'):
+                write_config(folder, config, run)
+            answer[0] = str(folder)
+        except OSError as error:
+            answer[1] = f'cannot use {config["out_dir"] or Path("out", kind)} as the folder of a run: {reason(error)}'
+        except ValueError as error:
+            answer[1] = str(error)
+    if run.world > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1]:
+        fail(answer[1])
+    return Path(answer[0])
+
+
+def dated_folder(root):
+    """A new folder below root. mkdir decides, so that two runs that start in one second never share."""
+    root.mkdir(parents=True, exist_ok=True)
+    stamp, count = time.strftime('%Y%m%d-%H%M%S'), 1
+    while True:
+        folder = root / (stamp if count == 1 else f'{stamp}-{count}')
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            count += 1
+
+
+def claim_folder(config):
+    """The folder named by out_dir, ready for this run."""
+    folder = Path(config['out_dir'])
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError('it is not writable')
+    files = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
+    if config.get('resume') or not files:
+        return folder
+    if not config.get('overwrite'):
+        raise ValueError(f'{folder} already holds a run: --resume continues it, --overwrite replaces it, '
+                         'or name another --out_dir')
+    if strange := [path for path in files if path.is_dir()]:
+        raise ValueError(f'{strange[0]} is a folder where a run has a file: move it, or name another --out_dir')
+    for path in files:
+        path.unlink()
+    return folder
+
+
+def write_config(folder, config, run):
+    """folder/config.json: all settings, and what else it takes to repeat the run."""
+    record = {**config, 'out_dir': str(folder), 'git': git_revision(), 'torch': torch.__version__,
+              'device': str(run.device), 'world': run.world, 'time': time.strftime('%Y-%m-%dT%H:%M:%S%z'),
+              'command': shlex.join(sys.argv)}
+    replace_file(folder / 'config.json', lambda file: file.write((json.dumps(record, indent=1) + '\n').encode()))
+
+
+def replace_file(path, write):
+    """Call write(file) on a temporary neighbour of path, then rename it to path: never half a file under that name."""
+    temporary = path.with_name(path.name + '.tmp')
+    try:
+        with open(temporary, 'wb') as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def reason(error):
+    """What went wrong, in a few words; torch's writer hides the disk's own error in its context."""
+    cause = error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__context__
+    words = getattr(cause, 'strerror', None) or str(cause or error) or type(error).__name__
+    return words.strip().splitlines()[0][:160]
+
+
+@contextlib.contextmanager
+def saving(path):
+    """A disk that refuses while path is written ends in one line, status 1."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        fail(f'cannot save {path}: {reason(error)}; what was saved before is intact', status=1)
+
+
+def git_revision():
+    """The commit of this folder, or None."""
+    try:
+        return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).resolve().parent, check=True, timeout=10,
+                              capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def latest(kind, root='out'):
+    """Path of the run folder below root/kind with the newest last.pt or best.pt."""
+    found = [path for name in ('last.pt', 'best.pt') for path in Path(root, kind).glob(f'*/{name}') if path.is_file()]
+    if not found:
+        fail(f'no run with a checkpoint in {Path(root, kind)}: train one first, or name a folder')
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+# ---- log
+
+class Log:
+    """log.jsonl in a run's folder: one JSON object a line; silent unless main.
+
+    Resuming from `step`, the records beyond it go first, and with them a line cut short by a kill, so that the log of
+    a resumed run equals that of an uninterrupted one.
+    """
+
+    def __init__(self, folder, step=None, main=True):
+        self.path, self.main = Path(folder, 'log.jsonl'), main
+        if main and step is not None and self.path.exists():
+            with saving(self.path):
+                kept = [line for line in self.path.read_bytes().splitlines() if self.keeps(line, step)]
+                replace_file(self.path, lambda file: file.writelines(line + b'\n' for line in kept))
+
+    @staticmethod
+    def keeps(line, step):
+        try:
+            return json.loads(line).get('step', step) <= step
+        except (ValueError, AttributeError, TypeError):
+            return False
+
+    def write(self, **record):
+        """Append one record; it is on its way to the disk when this returns. Floats that are not finite become null."""
+        if self.main:
+            with saving(self.path), open(self.path, 'a', encoding='utf-8') as file:
+                file.write(json.dumps(plain(record)) + '\n')
+
+
+def plain(value, digits=17):
+    """value as JSON can hold it: tensors become numbers or lists, nan and infinities null; 17 digits are exact."""
+    if isinstance(value, dict):
+        return {key: plain(item, digits) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, digits) for item in value]
+    if hasattr(value, 'tolist'):
+        return plain(value.tolist(), digits)
+    if isinstance(value, float):
+        return float(f'{value:.{digits}g}') if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---- checkpoints
+
+def save_checkpoint(path, state):
+    """Write state (a dict of tensors and plain values) to path, atomically. Call it on rank 0 alone."""
+    path = Path(path)
+    with saving(path):
+        replace_file(path, lambda file: torch.save(state, file))
+
+
+def load_checkpoint(path, device='cpu'):
+    """The dict that save_checkpoint wrote, tensors on device. Never runs code from the file."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        fail(f'no checkpoint {path}: expected a file that a training run saved')
+    except OSError as error:
+        fail(f'cannot read the checkpoint {path}: {reason(error)}')
+    except Exception as error:  # of many kinds; torch's own texts advise to trust the file
+        fail(f'{path} is no checkpoint of these scripts, or is damaged ({type(error).__name__})')
+    if not isinstance(state, dict) or 'model' not in state:
+        fail(f"{path} is a checkpoint of something else: expected a dict with 'model'")
+    return state
+
+
+def load_weights(module, state_dict, path):
+    """Load state_dict into module; the first name or shape that differs ends in one line. path is for the message."""
+    if not isinstance(state_dict, dict):
+        fail(f'{path} is a checkpoint of something else: expected the tensors of a model')
+    theirs, ours = ({name: str(tuple(value.shape)) if torch.is_tensor(value) else 'no tensor'
+                     for name, value in state.items()} for state in (state_dict, module.state_dict()))
+    for name in [*ours, *theirs]:
+        there, here = theirs.get(name, 'absent'), ours.get(name, 'absent')
+        if there != here:
+            fail(f'{path} is of another model: {name} is {there} in the file and {here} here')
+    module.load_state_dict(state_dict)
+
+
+# ---- signals
+
+class StopSignal:
+    """SIGTERM and SIGINT become a wish to stop after the step at hand; a second one ends the process as usual."""
+
+    def __init__(self):
+        self.signum = 0
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        if self.signum:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        self.signum = signum
+
+    def agreed(self, run):
+        """The signal that any process has received, the same in all of them, or 0. All must call it at each step."""
+        return self.signum if run.world == 1 else int(all_reduced([self.signum], dist.ReduceOp.MAX)[0])
+
+
+# ---- result
+
+def result(**values):
+    """Print values as one JSON object, six digits to a float: the last line of stdout, from rank 0 alone."""
+    if speaks():
+        print(json.dumps(plain(values, digits=6)), flush=True)

@@ -1,0 +1,16 @@
+"""Puts the scripts on the path; `shared` is a folder of real data beside the repository, and tests skip without it."""
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture
+def shared():
+    folder = ROOT.parent / 'shared'
+    if not folder.is_dir():
+        pytest.skip('no ../shared with real data')
+    return folder

@@ -1,0 +1,451 @@
+"""Trains a GPT whose feed-forward layers compute explicit fuzzy logic (paper A).
+
+    python train_lm.py --preset=tiny --ffn=nc --quant=on                      # a CPU, two minutes, makes its own data
+    python train_lm.py --ffn=nc --quant=on                                    # one GPU: GPT-2 small on OpenWebText
+    torchrun --nproc_per_node=8 train_lm.py --ffn=nc --quant=on               # eight
+    torchrun --nnodes=2 --node_rank=0 --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --nproc_per_node=8 train_lm.py   # two machines
+
+    python train_lm.py --ffn=nc --quant=on --count_params                     # parameters by FFN kind; needs no data
+    python train_lm.py --resume --out_dir=latest                              # continues a run, bit for bit on a CPU
+    python train_lm.py --preset=tiny --compare                                # seven settings, three seeds: table and figure
+    python train_lm.py --preset=tiny --boundary                               # all-Boolean FFNs and what keeps them from diverging
+
+batch_size counts the sequences of one step over all processes, so the same command takes the same steps on any number of them:
+a step's sequences are a function of (seed, step), each process takes its share, and micro_batch at a time fit in its memory.
+A loss or gradient that is not finite stops the run with status 3, a signal after the step at hand with status 128 + signal.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import prepare
+from evaluate import mean_loss, pair_accuracy, windows
+from model import FFN_KINDS, GPT, param_groups
+from runtime import (Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights, open_run,
+                     precision, replace_file, result, save_checkpoint, write_config)
+
+DEFAULTS = dict(
+    # the run
+    out_dir='',                 # folder of the run; '' is a new dated one below out/lm
+    resume=False,               # continue the run in out_dir
+    overwrite=False,            # replace the run in out_dir
+    seed=1,                     # initial weights and the order of the data
+    device='auto',              # auto | cpu | cuda | mps
+    dtype='bfloat16',           # precision of the forward pass: bfloat16 (weights stay fp32) | float32
+    compile=True,               # torch.compile, on cuda only
+    # the data
+    dataset='openwebtext',      # a folder below data_dir, made by prepare.py
+    data_dir='data',            # where prepare.py writes
+    # the GPT: GPT-2 small
+    n_layer=12,                 # blocks
+    n_head=12,                  # attention heads
+    n_embd=768,                 # width D; an FFN has 4 D hidden units
+    block_size=1024,            # context in tokens
+    # its feed-forward layers
+    ffn='gelu',                 # gelu | relu | glu | swiglu | bilinear | sigbilinear | nc
+    bool_frac=0.25,             # nc: share of the hidden units that are Boolean
+    quant=False,                # nc: turn part of the Boolean units into quantifiers along the sequence
+    quant_frac=0.5,             # that part
+    quant_form='corrected',     # proportion units: corrected (a weighted mean) | printed (the paper's recurrence)
+    bound_write=False,          # tanh on what an FFN writes to the residual stream
+    highway=False,              # a linear path beside each FFN
+    op_init='normal',           # write weights of the Boolean units: normal | zero (a layer starts as its GELU part)
+    # optimisation: AdamW, linear warm-up, cosine decay to a tenth
+    batch_size=480,             # sequences a step over all processes: 0.49M tokens
+    micro_batch=16,             # sequences a process computes at once
+    max_steps=36_800,           # two epochs of OpenWebText
+    warmup=700,                 # steps
+    lr=6e-4,                    # highest learning rate
+    decay_lr_mult=100.0,        # learning rate of the quantifiers' decays over lr
+    weight_decay=0.1,           # on matrices
+    grad_clip=1.0,              # largest gradient norm; 0 is none
+    # what is written down
+    log_every=10,               # steps between lines in log.jsonl
+    eval_every=500,             # steps between evaluations and saved checkpoints
+    eval_windows=512,           # windows of the validation split, evenly spread; 0 is all
+    keep=0,                     # also keep the checkpoint of every keep-th step
+    # instead of training one model
+    count_params=False,         # print parameter counts and stop
+    compare=False,              # train COMPARE's rows over `seeds`; results/compare.json, .md and .png
+    boundary=False,             # train BOUNDARY's rows over `seeds`; results/boundary.json, .md and .png
+    seeds='1,2,3',              # of those studies
+)
+PRESETS = dict(
+    tiny=dict(dataset='licensing', n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32, micro_batch=32, max_steps=1000,
+              warmup=50, lr=3e-3, eval_every=50, dtype='float32', compile=False),
+)
+CHOICES = dict(ffn=FFN_KINDS, quant_form=('corrected', 'printed'), op_init=('normal', 'zero'), dtype=('bfloat16', 'float32'))
+MODEL_KEYS = ('block_size', 'n_layer', 'n_head', 'n_embd', 'ffn', 'bool_frac', 'quant', 'quant_frac', 'quant_form', 'bound_write',
+              'highway', 'op_init')
+
+NC_QUANT = dict(ffn='nc', quant=True)
+COMPARE = {
+    'gelu': dict(ffn='gelu'),
+    'nc': dict(ffn='nc'),
+    'bilinear': dict(ffn='bilinear'),
+    'nc+quant': NC_QUANT,
+    'nc+quant, as printed': NC_QUANT | dict(quant_form='printed'),
+    'nc+quant, decays at lr': NC_QUANT | dict(decay_lr_mult=1.0),
+    'nc+quant, shuffled text': NC_QUANT | dict(dataset='licensing_shuffled'),
+}
+REMEDIES = {'none': {}, 'bound_write': dict(bound_write=True), 'highway': dict(highway=True)}
+BOUNDARY = {f'{frac:g}, {remedy}': dict(ffn='nc', bool_frac=frac, **keys)
+            for frac in (0.25, 0.5, 0.75, 1.0) for remedy, keys in REMEDIES.items()}
+
+PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12}       # dense bf16, as their data sheets state
+
+
+class Diverged(Exception):
+    """A loss or gradient that is not finite at `step`; `loss` is the last that was."""
+
+    def __init__(self, step, loss):
+        super().__init__(f'diverged at step {step}: loss or gradient not finite; last finite loss {loss:.4f}')
+        self.step, self.loss = step, loss
+
+
+# ---- data
+
+def open_data(config, run):
+    """(tokens by split, meta, minimal pairs) of the dataset; the generated ones are made if they are not there."""
+    where, name = config['data_dir'], config['dataset']
+    try:
+        if name in ('licensing', 'licensing_shuffled') and run.main and not Path(where, name, 'meta.json').exists():
+            prepare.make_licensing(where, name, shuffled=name == 'licensing_shuffled')
+        all_sum(0)                                              # the others wait here
+        tokens, meta = prepare.load_tokens(where, name)
+    except (ValueError, OSError) as error:
+        fail(error)
+    for split, ids in tokens.items():
+        if len(ids) <= config['block_size']:
+            fail(f'block_size={config["block_size"]} is beyond the {len(ids)} tokens of {where}/{name}, {split}: it must be smaller')
+    return tokens, meta, prepare.load_pairs(where, name)
+
+
+def batch_at(ids, starts, block_size, device):
+    """The windows at `starts` as (ids_BT, targets_BT): a target is the next token."""
+    rows = torch.from_numpy(np.stack([ids[start:start + block_size + 1] for start in starts]).astype(np.int64))
+    if device.type == 'cuda':
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    return rows[:, :-1].to(device), rows[:, 1:].to(device)
+
+
+# ---- what is measured
+
+@torch.no_grad()
+def saturation(model, ids_BT):
+    """Share of the Boolean units' memberships within 0.05 of 0 or 1, where their gradient dies; None without such units."""
+    shares = []
+
+    def read(ffn, inputs):
+        shares.extend(((m < 0.05) | (m > 0.95)).float().mean().item() for m in ffn.memberships(inputs[0]).values() if m.numel())
+
+    hooks = [block.ffn.register_forward_pre_hook(read) for block in model.blocks]
+    model(ids_BT)
+    for hook in hooks:
+        hook.remove()
+    return sum(shares) / len(shares) if shares else None
+
+
+def memory(model):
+    """How long quantifiers remember: median half-life (tokens) of the existential units, of the fifth of them that writes most, and of
+    the proportion units; and latches, units of either sort with a half-life beyond the context."""
+    units = model.quantifier_units()
+    if units is None:
+        return {}
+    exists, half_life = units['exists'], units['half_life']
+    top = units['write_norm'][exists].topk(max(1, int(exists.sum()) // 5)).indices
+    return dict(half_life_median=half_life[exists].median().item(), half_life_median_top=half_life[exists][top].median().item(),
+                half_life_median_proportion=half_life[~exists].median().item() if (~exists).any() else None,
+                latches=int((half_life > model.block_size).sum()))
+
+
+def measure(model, ids, pairs, tokenizer, config, run):
+    """Validation loss (nats a token), minimal pairs, memory and saturation of the model as it stands."""
+    starts = windows(ids, config['block_size'], config['eval_windows'])
+    read = lambda starts: batch_at(ids, starts, config['block_size'], run.device)
+    model.eval()
+    record = dict(val_loss=mean_loss(model, read, starts, config['micro_batch'], run, precision(run.device, config['dtype'])))
+    if pairs:
+        families = pair_accuracy(model, pairs, tokenizer, run.device)
+        record |= dict(licensing_accuracy=families.pop('overall'), licensing_families=families)
+    record |= memory(model) | dict(saturation=saturation(model, read(starts[:8])[0]))
+    model.train()
+    return record
+
+
+# ---- training
+
+def learning_rate(step, config):
+    """Linear warm-up, then a cosine to a tenth of lr at max_steps."""
+    if step < config['warmup']:
+        return config['lr'] * (step + 1) / config['warmup']
+    share = min(1.0, (step - config['warmup']) / max(1, config['max_steps'] - config['warmup']))
+    return config['lr'] * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def check(config, run):
+    """Ends in one line where the numbers do not fit."""
+    for key in ('batch_size', 'micro_batch', 'block_size', 'n_layer', 'n_head', 'n_embd', 'eval_every', 'log_every'):
+        if config[key] < 1:
+            fail(f'{key}={config[key]}: expected at least 1')
+    for key in ('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip', 'eval_windows', 'keep', 'seed'):
+        if config[key] < 0:
+            fail(f'{key}={config[key]}: expected no negative number')
+    if config['batch_size'] % run.world:
+        fail(f'batch_size={config["batch_size"]} must be divisible by the {run.world} processes')
+
+
+def build(vocab_size, config):
+    try:
+        return GPT(vocab_size, **{key: config[key] for key in MODEL_KEYS})
+    except ValueError as error:
+        fail(error)
+
+
+def train(config, run, stop):
+    """One run, to max_steps or a signal. Returns its result; raises Diverged."""
+    check(config, run)
+    tokens, meta, pairs = open_data(config, run)
+    tokenizer = prepare.get_tokenizer(meta) if pairs else None
+    torch.manual_seed(config['seed'])
+    model = build(meta['vocab_size'], config).to(run.device)
+    groups = param_groups(model, config['weight_decay'], config['decay_lr_mult'])
+    optimizer = torch.optim.AdamW(groups, lr=config['lr'], betas=(0.9, 0.95), fused=run.device.type == 'cuda')
+    step, measured, best, last_loss, record = 0, -1, math.inf, math.nan, {}
+
+    # --count_params and --max_steps=0 leave nothing behind
+    folder = open_run('lm', config, run) if config['max_steps'] else None
+    if folder and config['resume'] and (folder / 'last.pt').exists():
+        saved = load_checkpoint(folder / 'last.pt', run.device)
+        load_weights(model, saved['model'], folder / 'last.pt')
+        optimizer.load_state_dict(saved['optimizer'])
+        step, measured, best, last_loss, record = (saved[key] for key in ('step', 'measured', 'best', 'last_loss', 'record'))
+    if folder and config['resume'] and run.main:
+        write_config(folder, config, run)
+    log = Log(folder or '.', step if config['resume'] else None, main=run.main and folder is not None)
+
+    net = torch.compile(model) if config['compile'] and run.device.type == 'cuda' else model
+    if run.world > 1:
+        net = DistributedDataParallel(net, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
+    context = precision(run.device, config['dtype'])
+    share = config['batch_size'] // run.world
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if run.device.type == 'cuda'
+                 and name in torch.cuda.get_device_name(run.device)), None)
+
+    def save(*names):
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise Diverged(step, last_loss)
+        if run.main and folder:
+            for name in names:
+                save_checkpoint(folder / name, dict(
+                    model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, measured=measured, best=best,
+                    last_loss=last_loss, record=record, config=config, vocab_size=meta['vocab_size']))
+
+    if run.main and folder:
+        print(f'{model.num_params():,} parameters; {config["ffn"]}{" with quantifiers" * config["quant"]}; {config["dataset"]}; '
+              f'{run.device.type} x {run.world}; {folder}', flush=True)
+    bar = tqdm(total=config['max_steps'], initial=step, disable=not run.main or not folder, unit='step', dynamic_ncols=True)
+    seconds, trained, tokens_per_second = 0.0, 0, 0.0
+    while True:
+        if (step % config['eval_every'] == 0 or step == config['max_steps']) and step != measured:
+            record = measure(model, tokens['val'], pairs, tokenizer, config, run)
+            if not math.isfinite(record['val_loss']):
+                raise Diverged(step, last_loss)
+            measured, improved = step, record['val_loss'] < best
+            best = min(best, record['val_loss'])
+            log.write(step=step, **record)
+            if step:
+                save('last.pt', *['best.pt'] * improved)
+        if step >= config['max_steps']:
+            break
+        if signum := stop.agreed(run):
+            save('last.pt')
+            bar.close()
+            return dict(interrupted=signum, step=step, out_dir=str(folder))
+
+        started = time.perf_counter()
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group['lr'] = lr * group['lr_mult']
+        starts = np.random.default_rng([config['seed'], step]).integers(len(tokens['train']) - config['block_size'], size=config['batch_size'])
+        mine = starts[run.rank::run.world]
+        loss = 0.0
+        for first in range(0, share, config['micro_batch']):
+            rows = mine[first:first + config['micro_batch']]
+            ids_BT, targets_BT = batch_at(tokens['train'], rows, config['block_size'], run.device)
+            if run.world > 1:
+                net.require_backward_grad_sync = first + config['micro_batch'] >= share
+            with context:
+                part = net(ids_BT, targets_BT) * (len(rows) / share)
+            part.backward()
+            loss += part.detach()
+        loss = all_sum(loss)[0] / run.world
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(step, last_loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, last_loss = step + 1, loss
+        seconds, trained = seconds + time.perf_counter() - started, trained + config['batch_size'] * config['block_size']
+        tokens_per_second = trained / seconds
+        bar.update()
+        bar.set_postfix_str(f'loss {loss:.3f}, val {record["val_loss"]:.3f}, {tokens_per_second:,.0f} tokens/s', refresh=False)
+        if step % config['log_every'] == 0 or step == config['max_steps']:
+            mfu = tokens_per_second * model.flops_per_token() / (peak * run.world) if peak else None
+            log.write(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=tokens_per_second, **{'mfu': mfu} if mfu else {})
+        if config['keep'] and step % config['keep'] == 0:
+            save(f'step_{step:06d}.pt')
+    bar.close()
+    return dict(params=model.num_params(), steps=step, tokens_per_second=tokens_per_second, **record,
+                **{'out_dir': str(folder)} if folder else {})
+
+
+# ---- instead of training one model
+
+def count_params(config):
+    """Parameters of the model by FFN kind, against GELU's, on the meta device."""
+    try:
+        vocab_size = prepare.load_tokens(config['data_dir'], config['dataset'])[1]['vocab_size']
+    except (ValueError, OSError):
+        vocab_size = len(prepare.WORDS) if config['dataset'].startswith('licensing') else 50257      # GPT-2's
+    with torch.device('meta'):
+        asked = build(vocab_size, config)
+        counts = {kind: build(vocab_size, config | dict(ffn=kind, quant=False, highway=False)).num_params() for kind in FFN_KINDS}
+        counts['nc, quant=on'] = build(vocab_size, config | dict(NC_QUANT, highway=False)).num_params()
+    print(f'{"ffn":<14}{"parameters":>14}{"over gelu":>12}{"":>10}')
+    for kind, n in counts.items():
+        print(f'{kind:<14}{n:>14,}{n - counts["gelu"]:>+12,}{(n / counts["gelu"] - 1):>+10.4%}')
+    return dict(params=asked.num_params(), over_gelu=asked.num_params() - counts['gelu'],
+                params_ffn=sum(p.numel() for p in asked.blocks[0].ffn.parameters()))
+
+
+def study(name, rows, config, run, stop):
+    """
+    Trains each row (settings over config) with each seed, in a folder of its own below out/NAME, and picks up where it was left.
+
+    Returns {row: [result of each seed]}; a result holds what train returns, or diverged_at, and the curve of measurements by step.
+    """
+    if run.world > 1:
+        fail(f'--{name} trains one model after another: run it without torchrun')
+    try:
+        seeds = [int(seed) for seed in config['seeds'].split(',')]
+    except ValueError:
+        fail(f'seeds={config["seeds"]}: expected whole numbers with commas between, such as 1,2,3')
+    results = {}
+    for row, seed in [(row, seed) for seed in seeds for row in rows]:
+        folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
+        settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
+        if settings['resume']:
+            made = json.loads((folder / 'config.json').read_text())
+            if other := [key for key in DEFAULTS if key not in ('resume', 'overwrite', 'device', 'seeds') and made.get(key) != settings[key]]:
+                fail(f'{folder} was made with {other[0]}={made.get(other[0])}, not {settings[other[0]]}: move it away to begin anew')
+        if not (folder / 'result.json').exists():
+            try:
+                outcome = train(settings, run, stop)
+            except Diverged as error:
+                outcome = dict(diverged_at=error.step, last_loss=error.loss)
+            if 'interrupted' in outcome:
+                raise SystemExit(128 + outcome['interrupted'])
+            lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+            outcome['curve'] = [line for line in lines if 'val_loss' in line]
+            replace_file(folder / 'result.json', lambda file: file.write(json.dumps(outcome).encode()))
+        results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
+    return results
+
+
+def spread(values, digits=3):
+    """'mean ± sd' over seeds."""
+    values = np.array([value for value in values if value is not None], dtype=float)
+    if not len(values):
+        return ''
+    return f'{values.mean():.{digits}f}' + (f' ± {values.std(ddof=1):.{digits}f}' if len(values) > 1 else '')
+
+
+def markdown(header, rows):
+    return '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in [header, ['---'] * len(header), *rows])
+
+
+def publish(name, results, config, table, draw):
+    """Writes results/NAME.json, .md and .png, and prints the table."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    Path('results').mkdir(exist_ok=True)
+    settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
+    Path('results', f'{name}.json').write_text(json.dumps(dict(config=settings, torch=torch.__version__, results=results), indent=1) + '\n')
+    Path('results', f'{name}.md').write_text(table + '\n')
+    figure = draw(plt)
+    figure.savefig(Path('results', f'{name}.png'), dpi=150)
+    print('\n' + table, flush=True)
+
+
+def compare(config, run, stop):
+    """Paper A's claims A1, A4, A10, A13 at small size: loss, licensing accuracy and half-lives by kind of FFN."""
+    results = study('compare', COMPARE, config, run, stop)
+    lines = []
+    for row, runs in results.items():
+        of = lambda key: [r.get(key) for r in runs]
+        against = [100 * (r['val_loss'] / g['val_loss'] - 1) for r, g in zip(runs, results['gelu']) if 'val_loss' in r and 'val_loss' in g]
+        lines.append([row, f'{runs[0].get("params", 0):,}', spread(of('val_loss'), 4), '' if 'shuffled' in row else spread(against, 2),
+                      spread(of('licensing_accuracy')), *(spread(of(key), 1) for key in ('half_life_median', 'half_life_median_top',
+                                                                                     'half_life_median_proportion', 'latches'))])
+    table = markdown(['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life exists', '... top fifth',
+                      'half-life proportion', 'latches'], lines)
+
+    def draw(plt):
+        figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
+        for color, row in zip(('#666666', '#0072b2', '#d55e00'), ('gelu', 'nc', 'nc+quant')):
+            curves = [r['curve'] for r in results[row]]
+            for axis, key in zip(axes, ('licensing_accuracy', 'val_loss')):
+                for curve in curves:
+                    axis.plot([c['step'] for c in curve], [c[key] for c in curve], color=color, alpha=0.25, lw=1)
+                steps = [c['step'] for c in curves[0]]
+                axis.plot(steps, np.mean([[c[key] for c in curve] for curve in curves], axis=0), color=color, lw=2, label=row)
+        axes[0].set(xlabel='step', ylabel='licensing accuracy (held-out minimal pairs)', ylim=(0.45, 1.01))
+        floor = min(r['val_loss'] for row in ('gelu', 'nc', 'nc+quant') for r in results[row])
+        axes[1].set(xlabel='step', ylabel='validation loss, nats a token', ylim=(floor - 0.03, floor + 0.8))
+        axes[0].legend(frameon=False)
+        for axis in axes:
+            axis.spines[['top', 'right']].set_visible(False)
+        return figure
+
+    publish('compare', results, config, table, draw)
+    return {row: spread([r.get('val_loss') for r in runs], 4) for row, runs in results.items()}
+
+
+def boundary(config, run, stop):
+    """Claim A9 at small size: Boolean fraction by remedy."""
+    results = study('boundary', BOUNDARY, config, run, stop)
+    raise NotImplementedError
+
+
+def main():
+    config = configure(__file__, DEFAULTS, PRESETS, CHOICES)
+    run = launch(config['device'])
+    torch.set_float32_matmul_precision('high')
+    if config['count_params']:
+        result(**count_params(config))
+        return finish()
+    stop = StopSignal()
+    try:
+        if config['compare'] or config['boundary']:
+            outcome = (compare if config['compare'] else boundary)(config, run, stop)
+        else:
+            outcome = train(config, run, stop)
+    except Diverged as error:
+        fail(error, status=3)
+    result(**outcome)
+    finish()
+    if 'interrupted' in outcome:
+        raise SystemExit(128 + outcome['interrupted'])
+
+
+if __name__ == '__main__':
+    main()
