@@ -1,5 +1,4 @@
-"""
-Fuzzy logic on tensors in [0,1]: the connectives of both papers (product t-norm; paper A, section 1; paper B, eq 13).
+"""Fuzzy logic on tensors in [0,1]: the connectives of both papers (product t-norm; paper A, section 1; paper B, eq 13).
 
     a  b | a and b   a or b    not a   a and not b
          | a*b       a+b-ab    1-a     a*(1-b)
@@ -9,8 +8,9 @@ Fuzzy logic on tensors in [0,1]: the connectives of both papers (product t-norm;
     1  0 | 0         1         0       1
     1  1 | 1         1         0       0
 
-At 0 and 1 they are Boolean logic; in between they are smooth, stay in [0,1] and are monotone in each argument (falling where it is
-negated). A feature direction has no "not", but a membership does: 1 - a is as positive as a. That is why operands are bounded.
+At 0 and 1 they are Boolean logic; in between they are smooth, stay in [0,1] and are monotone in each argument (falling
+where it is negated). A feature direction has no "not", but a membership does: 1 - a is as positive as a. That is why
+operands are bounded.
 """
 
 

@@ -1,8 +1,7 @@
-"""
-The models. Paper A: a GPT (GPT-2's architecture) whose feed-forward layers may compute explicit fuzzy logic.
+"""The models. Paper A: a GPT (GPT-2's architecture) whose feed-forward layers may compute explicit fuzzy logic.
 
-    FFN        gelu, relu, four gated kinds and nc, all with the parameters of the GELU layer; nc with or without quantifiers
-    GPT        token and position embeddings, n_layer blocks of attention and FFN (pre-norm), tied head
+    FFN        gelu, relu, four gated kinds and nc, all with the parameters of the GELU layer; nc with or without
+    quantifiers GPT        token and position embeddings, n_layer blocks of attention and FFN (pre-norm), tied head
 
 Axes: B batch, T sequence, D model width, F hidden units of an FFN, V vocabulary, h heads.
 """
@@ -28,22 +27,22 @@ FFN_KINDS = (*POINTWISE, *GATED, 'nc')
 
 
 class FFN(nn.Module):
-    """
-    [B,T,D] -> [B,T,D] through about d_ff hidden units, with the parameter count of the GELU layer of width d_ff.
+    """[B,T,D] -> [B,T,D] through about d_ff hidden units, with the parameter count of the GELU layer of width d_ff.
 
-    The kind nc (negation-capable, paper A) keeps the GELU layer's two matrices and gives its hidden units a new meaning. They are a
-    named partition, `units`: name -> slice of the hidden units.
+    The kind nc (negation-capable, paper A) keeps the GELU layer's two matrices and gives its hidden units a new
+    meaning. They are a named partition, `units`: name -> slice of the hidden units.
 
         pre-activation   gelu part | a         | b         | q
         hidden unit      gelu      | and: A*B  | and_not:  | exists: decayed_max(Q), proportion: decayed_mean(Q)
                                    |           | A*(1-B)   |                             A, B, Q = sigmoid(a, b, q)
 
-    A share bool_frac of the units is Boolean (and, and_not, exists, proportion), of which quant_frac are quantifiers if quant is on.
-    Only the decays of those, one a unit, go beyond the GELU layer's parameters.
+    A share bool_frac of the units is Boolean (and, and_not, exists, proportion), of which quant_frac are quantifiers if
+    quant is on. Only the decays of those, one a unit, go beyond the GELU layer's parameters.
 
-    bound_write passes what the layer writes to the residual stream through tanh; highway adds a linear path D -> D beside it, outside the
-    parameter match (paper A, section 8: remedies against divergence). op_init='zero' starts the Boolean units' write weights at zero, so
-    the layer begins as its GELU part. quant_form: 'corrected' or 'printed', see quantifier.decayed_mean.
+    bound_write passes what the layer writes to the residual stream through tanh; highway adds a linear path D -> D
+    beside it, outside the parameter match (paper A, section 8: remedies against divergence). op_init='zero' starts the
+    Boolean units' write weights at zero, so the layer begins as its GELU part. quant_form: 'corrected' or 'printed',
+    see quantifier.decayed_mean.
     """
 
     def __init__(self, kind, d, d_ff, bool_frac=0.25, quant=False, quant_frac=0.5, quant_form='corrected',
@@ -68,7 +67,7 @@ class FFN(nn.Module):
                 self.quantifier = Quantifier(n_quant, corrected=quant_form == 'corrected')
                 sizes |= {'exists': self.quantifier.n_exists, 'proportion': n_quant - self.quantifier.n_exists}
         elif kind in GATED:
-            n_hidden = max(1, round(d_ff * (2 * d + 1) / (3 * d + 2)))       # (3D+2) F' = (2D+1) d_ff, so F' is about 2/3 d_ff
+            n_hidden = max(1, round(d_ff * (2 * d + 1) / (3 * d + 2)))   # (3D+2) n = (2D+1) d_ff: about 2/3 d_ff
             n_up, sizes = 2 * n_hidden, {kind: n_hidden}
         else:
             n_up, sizes = d_ff, {kind: d_ff}
@@ -138,7 +137,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD, state=None):
         """state: a dict that keeps keys and values from call to call in generation; None otherwise."""
         B, T, D = x_BTD.shape
-        q, k, v = (z.view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for z in self.qkv(x_BTD).chunk(3, dim=-1))  # [B,h,T,D/h]
+        heads = (B, T, self.n_head, D // self.n_head)
+        q, k, v = (z.view(heads).transpose(1, 2) for z in self.qkv(x_BTD).chunk(3, dim=-1))      # [B,h,T,D/h]
         if state is not None:
             if 'keys' in state:
                 assert T == 1, 'after the prompt, one token at a time'
@@ -160,11 +160,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """
-    GPT-2 with a choice of feed-forward layer (paper A, section 6): n_layer pre-norm blocks, learned positions, tied head.
+    """GPT-2 with a choice of feed-forward layer (paper A, section 6): n_layer pre-norm blocks, learned positions, tied
+    head.
 
-    ffn and the options after it go to every FFN. The embedding is padded to a multiple of 64 rows, which GPUs multiply faster; logits
-    are cut to the vocabulary. ValueError where the shapes do not fit.
+    ffn and the options after it go to every FFN. The embedding is padded to a multiple of 64 rows, which GPUs multiply
+    faster; logits are cut to the vocabulary. ValueError where the shapes do not fit.
     """
 
     def __init__(self, vocab_size, block_size=1024, n_layer=12, n_head=12, n_embd=768, ffn='gelu', **ffn_options):
@@ -174,16 +174,17 @@ class GPT(nn.Module):
         self.vocab_size, self.block_size, self.n_layer = vocab_size, block_size, n_layer
         self.tokens = nn.Embedding(-(-vocab_size // 64) * 64, n_embd)
         self.positions = nn.Embedding(block_size, n_embd)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, FFN(ffn, n_embd, 4 * n_embd, **ffn_options)) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(
+            Block(n_embd, n_head, FFN(ffn, n_embd, 4 * n_embd, **ffn_options)) for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd)
         self.head = nn.Linear(n_embd, self.tokens.num_embeddings, bias=False)
         self.head.weight = self.tokens.weight
         self.init_weights()
 
     def init_weights(self):
-        """
-        GPT-2's scales. 0.02 everywhere, so that logits start small and the loss at ln V; each of the 2 n_layer writes to the
-        residual stream divided by their number's root, so that the stream's variance does not grow with depth.
+        """GPT-2's scales. 0.02 everywhere, so that logits start small and the loss at ln V; each of the 2 n_layer
+        writes to the residual stream divided by their number's root, so that the stream's variance does not grow with
+        depth.
         """
         std, residual_std = 0.02, 0.02 / math.sqrt(2 * self.n_layer)
         for embedding in (self.tokens, self.positions):
@@ -196,8 +197,7 @@ class GPT(nn.Module):
             block.ffn.init_weights(std, residual_std)
 
     def forward(self, ids_BT, targets_BT=None, states=None):
-        """
-        Token ids -> logits [B,T,V]; with targets -> the mean cross-entropy in nats, computed in fp32.
+        """Token ids -> logits [B,T,V]; with targets -> the mean cross-entropy in nats, computed in fp32.
 
         states: a list of dicts, one a block, that carry keys, values and quantifiers from call to call in generation.
         """
@@ -214,10 +214,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids_BT, n, temperature=1.0, top_k=0, generator=None):
-        """
-        ids_BT followed by n sampled tokens, [B,T+n]. Temperature 0 takes the likeliest token; top_k=0 keeps all.
+        """ids_BT followed by n sampled tokens, [B,T+n]. Temperature 0 takes the likeliest token; top_k=0 keeps all.
 
-        Inside the context each step feeds one token and carries the states. Past it the last block_size tokens are read anew.
+        Inside the context each step feeds one token and carries the states. Past it the last block_size tokens are read
+        anew.
         """
         states = [{} for _ in self.blocks]
         new_BT = ids_BT
@@ -242,14 +242,14 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding
 
     def flops_per_token(self):
-        """Floating-point operations of one training token: 6 a weight that multiplies (the head too), and attention (PaLM, appendix B)."""
+        """Floating-point operations of one training token: 6 a weight that multiplies (the head too), and attention
+        (PaLM, appendix B)."""
         matmul = self.num_params() - self.positions.weight.numel()
         return 6 * matmul + 12 * self.n_layer * self.tokens.embedding_dim * self.block_size
 
     def quantifier_units(self):
-        """
-        Every quantifier unit, layer by layer: dict of 1-d tensors layer, half_life (tokens), write_norm (of its column of `down`) and
-        exists (bool; the others are proportion units). None without quantifiers.
+        """Every quantifier unit, layer by layer: dict of 1-d tensors layer, half_life (tokens), write_norm (of its
+        column of `down`) and exists (bool; the others are proportion units). None without quantifiers.
         """
         rows = []
         for layer, ffn in enumerate(block.ffn for block in self.blocks):
@@ -262,9 +262,8 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay, decay_lr_mult):
-    """
-    Optimizer groups, each parameter in exactly one: matrices with weight decay; biases and norms without; the quantifiers' decays
-    without, at decay_lr_mult times the learning rate. Each group names its multiplier in 'lr_mult'.
+    """Optimizer groups, each parameter in exactly one: matrices with weight decay; biases and norms without; the
+    quantifiers' decays without, at decay_lr_mult times the learning rate. Each group names its multiplier in 'lr_mult'.
     """
     named = dict(model.named_parameters())
     decays = [p for name, p in named.items() if name.endswith('quantifier.decay')]

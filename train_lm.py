@@ -1,18 +1,18 @@
 """Trains a GPT whose feed-forward layers compute explicit fuzzy logic (paper A).
 
-    python train_lm.py --preset=tiny --ffn=nc --quant=on                      # a CPU, two minutes, makes its own data
-    python train_lm.py --ffn=nc --quant=on                                    # one GPU: GPT-2 small on OpenWebText
-    torchrun --nproc_per_node=8 train_lm.py --ffn=nc --quant=on               # eight
-    torchrun --nnodes=2 --node_rank=0 --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --nproc_per_node=8 train_lm.py   # two machines
+    python train_lm.py --preset=tiny --ffn=nc --quant=on         # a CPU, two minutes, makes its own data
+    python train_lm.py --ffn=nc --quant=on                       # one GPU: GPT-2 small on OpenWebText
+    torchrun --nproc_per_node=8 train_lm.py --ffn=nc --quant=on  # eight; on several machines, the same on each, with
+                                                                 # --nnodes=N --rdzv_backend=c10d --rdzv_endpoint=HOST
 
-    python train_lm.py --ffn=nc --quant=on --count_params                     # parameters by FFN kind; needs no data
-    python train_lm.py --resume --out_dir=latest                              # continues a run, bit for bit on a CPU
-    python train_lm.py --preset=tiny --compare                                # seven settings, three seeds: table and figure
-    python train_lm.py --preset=tiny --boundary                               # all-Boolean FFNs and what keeps them from diverging
+    python train_lm.py --ffn=nc --quant=on --count_params        # parameters by FFN kind; needs no data
+    python train_lm.py --resume --out_dir=latest                 # continues a run, bit for bit on a CPU
+    python train_lm.py --preset=tiny --compare                   # seven settings, three seeds: table and figure
+    python train_lm.py --preset=tiny --boundary                  # how Boolean can an FFN be? twelve settings
 
-batch_size counts the sequences of one step over all processes, so the same command takes the same steps on any number of them:
-a step's sequences are a function of (seed, step), each process takes its share, and micro_batch at a time fit in its memory.
-A loss or gradient that is not finite stops the run with status 3, a signal after the step at hand with status 128 + signal.
+batch_size counts the sequences of a step over all processes, so the same command takes the same steps on any number of
+them: a step's sequences are a function of (seed, step), each process takes its share, micro_batch of them at a time.
+A loss or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
 """
 
 import json
@@ -78,12 +78,13 @@ DEFAULTS = dict(
     seeds='1,2,3',              # of those studies
 )
 PRESETS = dict(
-    tiny=dict(dataset='licensing', n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32, micro_batch=32, max_steps=1000,
-              warmup=50, lr=3e-3, eval_every=50, dtype='float32', compile=False),
+    tiny=dict(dataset='licensing', n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32, micro_batch=32,
+              max_steps=1000, warmup=50, lr=3e-3, eval_every=50, dtype='float32', compile=False),
 )
-CHOICES = dict(ffn=FFN_KINDS, quant_form=('corrected', 'printed'), op_init=('normal', 'zero'), dtype=('bfloat16', 'float32'))
-MODEL_KEYS = ('block_size', 'n_layer', 'n_head', 'n_embd', 'ffn', 'bool_frac', 'quant', 'quant_frac', 'quant_form', 'bound_write',
-              'highway', 'op_init')
+CHOICES = dict(ffn=FFN_KINDS, quant_form=('corrected', 'printed'), op_init=('normal', 'zero'),
+               dtype=('bfloat16', 'float32'))
+MODEL_KEYS = ('block_size', 'n_layer', 'n_head', 'n_embd', 'ffn', 'bool_frac', 'quant', 'quant_frac', 'quant_form',
+              'bound_write', 'highway', 'op_init')
 
 NC_QUANT = dict(ffn='nc', quant=True)
 COMPARE = {
@@ -95,11 +96,15 @@ COMPARE = {
     'nc+quant, decays at lr': NC_QUANT | dict(decay_lr_mult=1.0),
     'nc+quant, shuffled text': NC_QUANT | dict(dataset='licensing_shuffled'),
 }
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 REMEDIES = {'none': {}, 'bound_write': dict(bound_write=True), 'highway': dict(highway=True)}
-BOUNDARY = {f'{frac:g}, {remedy}': dict(ffn='nc', bool_frac=frac, **keys)
-            for frac in (0.25, 0.5, 0.75, 1.0) for remedy, keys in REMEDIES.items()}
+# ten times the usual learning rate and no clipping; at lr=0.1 neither a quarter-Boolean nor an all-Boolean FFN learns
+HARSH = dict(lr=0.03, grad_clip=0.0, max_steps=300, eval_every=100)
+BOUNDARY = {f'{frac:g}, {remedy}': HARSH | dict(ffn='nc', bool_frac=frac, **keys)
+            for frac in FRACTIONS for remedy, keys in REMEDIES.items()}
 
-PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12}       # dense bf16, as their data sheets state
+# bf16 operations a second without sparsity, as the makers publish them; by name, the first that fits
+PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'RTX 4090': 165e12}
 
 
 class Diverged(Exception):
@@ -124,7 +129,8 @@ def open_data(config, run):
         fail(error)
     for split, ids in tokens.items():
         if len(ids) <= config['block_size']:
-            fail(f'block_size={config["block_size"]} is beyond the {len(ids)} tokens of {where}/{name}, {split}: it must be smaller')
+            fail(f'block_size={config["block_size"]} is beyond the {len(ids)} tokens of {where}/{name}/{split}.bin: '
+                 'it must be smaller')
     return tokens, meta, prepare.load_pairs(where, name)
 
 
@@ -140,11 +146,13 @@ def batch_at(ids, starts, block_size, device):
 
 @torch.no_grad()
 def saturation(model, ids_BT):
-    """Share of the Boolean units' memberships within 0.05 of 0 or 1, where their gradient dies; None without such units."""
+    """Share of the Boolean units' memberships within 0.05 of 0 or 1, where their gradient dies; None without such
+    units."""
     shares = []
 
     def read(ffn, inputs):
-        shares.extend(((m < 0.05) | (m > 0.95)).float().mean().item() for m in ffn.memberships(inputs[0]).values() if m.numel())
+        memberships = ffn.memberships(inputs[0]).values()
+        shares.extend(((m < 0.05) | (m > 0.95)).float().mean().item() for m in memberships if m.numel())
 
     hooks = [block.ffn.register_forward_pre_hook(read) for block in model.blocks]
     model(ids_BT)
@@ -154,14 +162,15 @@ def saturation(model, ids_BT):
 
 
 def memory(model):
-    """How long quantifiers remember: median half-life (tokens) of the existential units, of the fifth of them that writes most, and of
-    the proportion units; and latches, units of either sort with a half-life beyond the context."""
+    """How long quantifiers remember: median half-life (tokens) of the existential units, of the fifth of them that
+    writes most, and of the proportion units; and latches, units of either sort with a half-life beyond the context."""
     units = model.quantifier_units()
     if units is None:
         return {}
     exists, half_life = units['exists'], units['half_life']
     top = units['write_norm'][exists].topk(max(1, int(exists.sum()) // 5)).indices
-    return dict(half_life_median=half_life[exists].median().item(), half_life_median_top=half_life[exists][top].median().item(),
+    return dict(half_life_median=half_life[exists].median().item(),
+                half_life_median_top=half_life[exists][top].median().item(),
                 half_life_median_proportion=half_life[~exists].median().item() if (~exists).any() else None,
                 latches=int((half_life > model.block_size).sum()))
 
@@ -171,7 +180,8 @@ def measure(model, ids, pairs, tokenizer, config, run):
     starts = windows(ids, config['block_size'], config['eval_windows'])
     read = lambda starts: batch_at(ids, starts, config['block_size'], run.device)
     model.eval()
-    record = dict(val_loss=mean_loss(model, read, starts, config['micro_batch'], run, precision(run.device, config['dtype'])))
+    context = precision(run.device, config['dtype'])
+    record = dict(val_loss=mean_loss(model, read, starts, config['micro_batch'], run, context))
     if pairs:
         families = pair_accuracy(model, pairs, tokenizer, run.device)
         record |= dict(licensing_accuracy=families.pop('overall'), licensing_families=families)
@@ -181,6 +191,12 @@ def measure(model, ids, pairs, tokenizer, config, run):
 
 
 # ---- training
+
+def peak_flops(device):
+    """What this GPU could do a second, or None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else ''
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
 
 def learning_rate(step, config):
     """Linear warm-up, then a cosine to a tenth of lr at max_steps."""
@@ -195,7 +211,8 @@ def check(config, run):
     for key in ('batch_size', 'micro_batch', 'block_size', 'n_layer', 'n_head', 'n_embd', 'eval_every', 'log_every'):
         if config[key] < 1:
             fail(f'{key}={config[key]}: expected at least 1')
-    for key in ('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip', 'eval_windows', 'keep', 'seed'):
+    for key in ('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip', 'eval_windows', 'keep',
+                'seed'):
         if config[key] < 0:
             fail(f'{key}={config[key]}: expected no negative number')
     if config['batch_size'] % run.world:
@@ -207,6 +224,24 @@ def build(vocab_size, config):
         return GPT(vocab_size, **{key: config[key] for key in MODEL_KEYS})
     except ValueError as error:
         fail(error)
+
+
+def gradients(net, model, ids, step, config, run):
+    """Accumulates the gradients of one step's batch, a function of (seed, step), and clips them. Returns (loss, norm
+    before clipping)."""
+    draw = np.random.default_rng([config['seed'], step])
+    starts = draw.integers(len(ids) - config['block_size'], size=config['batch_size'])[run.rank::run.world]
+    loss = 0.0
+    for first in range(0, len(starts), config['micro_batch']):
+        rows = starts[first:first + config['micro_batch']]
+        if run.world > 1:                                       # the processes exchange gradients once, at the end
+            net.require_backward_grad_sync = first + len(rows) == len(starts)
+        with precision(run.device, config['dtype']):
+            part = net(*batch_at(ids, rows, config['block_size'], run.device)) * (len(rows) / len(starts))
+        part.backward()
+        loss += part.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf)
+    return all_sum(loss)[0] / run.world, norm.item()
 
 
 def train(config, run, stop):
@@ -222,22 +257,21 @@ def train(config, run, stop):
 
     # --count_params and --max_steps=0 leave nothing behind
     folder = open_run('lm', config, run) if config['max_steps'] else None
-    if folder and config['resume'] and (folder / 'last.pt').exists():
+    resuming = folder and config['resume']
+    if resuming and (folder / 'last.pt').exists():
         saved = load_checkpoint(folder / 'last.pt', run.device)
         load_weights(model, saved['model'], folder / 'last.pt')
         optimizer.load_state_dict(saved['optimizer'])
-        step, measured, best, last_loss, record = (saved[key] for key in ('step', 'measured', 'best', 'last_loss', 'record'))
-    if folder and config['resume'] and run.main:
+        step, measured, best = saved['step'], saved['measured'], saved['best']
+        last_loss, record = saved['last_loss'], saved['record']
+    if resuming and run.main:
         write_config(folder, config, run)
-    log = Log(folder or '.', step if config['resume'] else None, main=run.main and folder is not None)
+    log = Log(folder or '.', (step or -1) if resuming else None, main=run.main and folder is not None)
 
     net = torch.compile(model) if config['compile'] and run.device.type == 'cuda' else model
     if run.world > 1:
         net = DistributedDataParallel(net, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
-    context = precision(run.device, config['dtype'])
-    share = config['batch_size'] // run.world
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if run.device.type == 'cuda'
-                 and name in torch.cuda.get_device_name(run.device)), None)
+    peak = peak_flops(run.device)
 
     def save(*names):
         if not all(p.isfinite().all() for p in model.parameters()):
@@ -249,60 +283,49 @@ def train(config, run, stop):
                     last_loss=last_loss, record=record, config=config, vocab_size=meta['vocab_size']))
 
     if run.main and folder:
-        print(f'{model.num_params():,} parameters; {config["ffn"]}{" with quantifiers" * config["quant"]}; {config["dataset"]}; '
-              f'{run.device.type} x {run.world}; {folder}', flush=True)
-    bar = tqdm(total=config['max_steps'], initial=step, disable=not run.main or not folder, unit='step', dynamic_ncols=True)
+        print(f'{model.num_params():,} parameters; {config["ffn"]}{" with quantifiers" * config["quant"]}; '
+              f'{config["dataset"]}; {run.device.type} x {run.world}; {folder}', flush=True)
     seconds, trained, tokens_per_second = 0.0, 0, 0.0
-    while True:
-        if (step % config['eval_every'] == 0 or step == config['max_steps']) and step != measured:
-            record = measure(model, tokens['val'], pairs, tokenizer, config, run)
-            if not math.isfinite(record['val_loss']):
-                raise Diverged(step, last_loss)
-            measured, improved = step, record['val_loss'] < best
-            best = min(best, record['val_loss'])
-            log.write(step=step, **record)
-            if step:
-                save('last.pt', *['best.pt'] * improved)
-        if step >= config['max_steps']:
-            break
-        if signum := stop.agreed(run):
-            save('last.pt')
-            bar.close()
-            return dict(interrupted=signum, step=step, out_dir=str(folder))
+    quiet = not (run.main and folder)
+    with tqdm(total=config['max_steps'], initial=step, disable=quiet, unit='step', dynamic_ncols=True) as bar:
+        while True:
+            if (step % config['eval_every'] == 0 or step == config['max_steps']) and step != measured:
+                record = measure(model, tokens['val'], pairs, tokenizer, config, run)
+                if not math.isfinite(record['val_loss']):
+                    raise Diverged(step, last_loss)
+                measured, improved = step, record['val_loss'] < best
+                best = min(best, record['val_loss'])
+                log.write(step=step, **record)
+                if step:
+                    save(*['best.pt'] * improved, 'last.pt')
+            if step >= config['max_steps']:
+                break
+            if signum := stop.agreed(run):
+                save('last.pt')
+                return dict(interrupted=signum, step=step, out_dir=str(folder))
 
-        started = time.perf_counter()
-        lr = learning_rate(step, config)
-        for group in optimizer.param_groups:
-            group['lr'] = lr * group['lr_mult']
-        starts = np.random.default_rng([config['seed'], step]).integers(len(tokens['train']) - config['block_size'], size=config['batch_size'])
-        mine = starts[run.rank::run.world]
-        loss = 0.0
-        for first in range(0, share, config['micro_batch']):
-            rows = mine[first:first + config['micro_batch']]
-            ids_BT, targets_BT = batch_at(tokens['train'], rows, config['block_size'], run.device)
-            if run.world > 1:
-                net.require_backward_grad_sync = first + config['micro_batch'] >= share
-            with context:
-                part = net(ids_BT, targets_BT) * (len(rows) / share)
-            part.backward()
-            loss += part.detach()
-        loss = all_sum(loss)[0] / run.world
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(step, last_loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step, last_loss = step + 1, loss
-        seconds, trained = seconds + time.perf_counter() - started, trained + config['batch_size'] * config['block_size']
-        tokens_per_second = trained / seconds
-        bar.update()
-        bar.set_postfix_str(f'loss {loss:.3f}, val {record["val_loss"]:.3f}, {tokens_per_second:,.0f} tokens/s', refresh=False)
-        if step % config['log_every'] == 0 or step == config['max_steps']:
-            mfu = tokens_per_second * model.flops_per_token() / (peak * run.world) if peak else None
-            log.write(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=tokens_per_second, **{'mfu': mfu} if mfu else {})
-        if config['keep'] and step % config['keep'] == 0:
-            save(f'step_{step:06d}.pt')
-    bar.close()
+            started = time.perf_counter()
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group['lr'] = lr * group['lr_mult']
+            loss, norm = gradients(net, model, tokens['train'], step, config, run)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise Diverged(step, last_loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step, last_loss = step + 1, loss
+            seconds += time.perf_counter() - started
+            trained += config['batch_size'] * config['block_size']
+            tokens_per_second = trained / seconds
+
+            bar.update()
+            status = f'loss {loss:.3f}, val {record["val_loss"]:.3f}, {tokens_per_second:,.0f} tokens/s'
+            bar.set_postfix_str(status, refresh=False)
+            if step % config['log_every'] == 0 or step == config['max_steps']:
+                log.write(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=tokens_per_second,
+                          **{'mfu': tokens_per_second * model.flops_per_token() / (run.world * peak)} if peak else {})
+            if config['keep'] and step % config['keep'] == 0:
+                save(f'step_{step:06d}.pt')
     return dict(params=model.num_params(), steps=step, tokens_per_second=tokens_per_second, **record,
                 **{'out_dir': str(folder)} if folder else {})
 
@@ -317,20 +340,22 @@ def count_params(config):
         vocab_size = len(prepare.WORDS) if config['dataset'].startswith('licensing') else 50257      # GPT-2's
     with torch.device('meta'):
         asked = build(vocab_size, config)
-        counts = {kind: build(vocab_size, config | dict(ffn=kind, quant=False, highway=False)).num_params() for kind in FFN_KINDS}
-        counts['nc, quant=on'] = build(vocab_size, config | dict(NC_QUANT, highway=False)).num_params()
-    print(f'{"ffn":<14}{"parameters":>14}{"over gelu":>12}{"":>10}')
-    for kind, n in counts.items():
-        print(f'{kind:<14}{n:>14,}{n - counts["gelu"]:>+12,}{(n / counts["gelu"] - 1):>+10.4%}')
+        rows = {kind: dict(ffn=kind, quant=False) for kind in FFN_KINDS} | {'nc, quant=on': NC_QUANT}
+        models = {name: build(vocab_size, config | row | dict(highway=False)) for name, row in rows.items()}
+        counts = {name: model.num_params() for name, model in models.items()}
+    print(f'{"ffn":<14}{"parameters":>14}{"over gelu":>12}')
+    for name, n in counts.items():
+        print(f'{name:<14}{n:>14,}{n - counts["gelu"]:>+12,}{n / counts["gelu"] - 1:>+10.4%}')
     return dict(params=asked.num_params(), over_gelu=asked.num_params() - counts['gelu'],
                 params_ffn=sum(p.numel() for p in asked.blocks[0].ffn.parameters()))
 
 
 def study(name, rows, config, run, stop):
-    """
-    Trains each row (settings over config) with each seed, in a folder of its own below out/NAME, and picks up where it was left.
+    """Trains each row (settings over config) with each seed, in folders below out/NAME, and goes on where it was left.
 
-    Returns {row: [result of each seed]}; a result holds what train returns, or diverged_at, and the curve of measurements by step.
+    Returns {row: [result of each seed]}. A result holds what train returns, or diverged_at; the curve of measurements;
+    the last saturation; and signs of instability in the log: rise, the most that the training loss rose over its lowest
+    value before, and spike, the largest gradient norm after the warm-up over the median one.
     """
     if run.world > 1:
         fail(f'--{name} trains one model after another: run it without torchrun')
@@ -344,17 +369,24 @@ def study(name, rows, config, run, stop):
         settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
         if settings['resume']:
             made = json.loads((folder / 'config.json').read_text())
-            if other := [key for key in DEFAULTS if key not in ('resume', 'overwrite', 'device', 'seeds') and made.get(key) != settings[key]]:
-                fail(f'{folder} was made with {other[0]}={made.get(other[0])}, not {settings[other[0]]}: move it away to begin anew')
+            for key in set(DEFAULTS) - {'resume', 'overwrite', 'device', 'seeds'}:
+                if made.get(key, settings[key]) != settings[key]:
+                    fail(f'{folder} was made with {key}={made[key]}, not {settings[key]}: move it away to begin anew')
         if not (folder / 'result.json').exists():
             try:
                 outcome = train(settings, run, stop)
             except Diverged as error:
                 outcome = dict(diverged_at=error.step, last_loss=error.loss)
             if 'interrupted' in outcome:
-                raise SystemExit(128 + outcome['interrupted'])
+                fail(f'interrupted in {row}, seed {seed}: the same command goes on from there',
+                     status=128 + outcome['interrupted'])
             lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+            losses = [line['loss'] for line in lines if 'loss' in line]
+            norms = [line['grad_norm'] for line in lines if 'loss' in line and line['step'] > settings['warmup']]
             outcome['curve'] = [line for line in lines if 'val_loss' in line]
+            outcome['saturation'] = outcome['curve'][-1]['saturation']
+            outcome['rise'] = max((loss - min(losses[:i + 1]) for i, loss in enumerate(losses)), default=0.0)
+            outcome['spike'] = max(norms) / float(np.median(norms)) if norms else None
             replace_file(folder / 'result.json', lambda file: file.write(json.dumps(outcome).encode()))
         results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
     return results
@@ -368,62 +400,85 @@ def spread(values, digits=3):
     return f'{values.mean():.{digits}f}' + (f' ± {values.std(ddof=1):.{digits}f}' if len(values) > 1 else '')
 
 
-def markdown(header, rows):
-    return '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in [header, ['---'] * len(header), *rows])
-
-
-def publish(name, results, config, table, draw):
+def publish(name, results, config, header, lines, draw):
     """Writes results/NAME.json, .md and .png, and prints the table."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    plt.rcParams |= {'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False}
     Path('results').mkdir(exist_ok=True)
     settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
-    Path('results', f'{name}.json').write_text(json.dumps(dict(config=settings, torch=torch.__version__, results=results), indent=1) + '\n')
+    record = dict(config=settings, torch=torch.__version__, results=results)
+    Path('results', f'{name}.json').write_text(json.dumps(record, indent=1) + '\n')
+    table = '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in [header, ['---'] * len(header), *lines])
     Path('results', f'{name}.md').write_text(table + '\n')
-    figure = draw(plt)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
+    draw(*axes)
     figure.savefig(Path('results', f'{name}.png'), dpi=150)
     print('\n' + table, flush=True)
 
 
+COLORS = ('#666666', '#0072b2', '#d55e00')
+
+
 def compare(config, run, stop):
-    """Paper A's claims A1, A4, A10, A13 at small size: loss, licensing accuracy and half-lives by kind of FFN."""
+    """Claims A1, A4, A10, A13 of paper A at small size: loss, licensing accuracy and half-lives by kind of FFN."""
     results = study('compare', COMPARE, config, run, stop)
     lines = []
     for row, runs in results.items():
-        of = lambda key: [r.get(key) for r in runs]
-        against = [100 * (r['val_loss'] / g['val_loss'] - 1) for r, g in zip(runs, results['gelu']) if 'val_loss' in r and 'val_loss' in g]
-        lines.append([row, f'{runs[0].get("params", 0):,}', spread(of('val_loss'), 4), '' if 'shuffled' in row else spread(against, 2),
-                      spread(of('licensing_accuracy')), *(spread(of(key), 1) for key in ('half_life_median', 'half_life_median_top',
-                                                                                     'half_life_median_proportion', 'latches'))])
-    table = markdown(['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life exists', '... top fifth',
-                      'half-life proportion', 'latches'], lines)
+        of = lambda key, digits: spread([r.get(key) for r in runs], digits)
+        over = [100 * (r['val_loss'] / g['val_loss'] - 1) for r, g in zip(runs, results['gelu'])]
+        lines.append([row, f'{runs[0]["params"]:,}', of('val_loss', 4), '' if 'shuffled' in row else spread(over, 2),
+                      of('licensing_accuracy', 3), of('half_life_median', 1), of('half_life_median_top', 1),
+                      of('half_life_median_proportion', 1), of('latches', 0)])
 
-    def draw(plt):
-        figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
-        for color, row in zip(('#666666', '#0072b2', '#d55e00'), ('gelu', 'nc', 'nc+quant')):
+    def draw(left, right):
+        for color, row in zip(COLORS, ('gelu', 'nc', 'nc+quant')):
             curves = [r['curve'] for r in results[row]]
-            for axis, key in zip(axes, ('licensing_accuracy', 'val_loss')):
-                for curve in curves:
-                    axis.plot([c['step'] for c in curve], [c[key] for c in curve], color=color, alpha=0.25, lw=1)
-                steps = [c['step'] for c in curves[0]]
-                axis.plot(steps, np.mean([[c[key] for c in curve] for curve in curves], axis=0), color=color, lw=2, label=row)
-        axes[0].set(xlabel='step', ylabel='licensing accuracy (held-out minimal pairs)', ylim=(0.45, 1.01))
+            steps = [point['step'] for point in curves[0]]
+            for axis, key in ((left, 'licensing_accuracy'), (right, 'val_loss')):
+                values = np.array([[point[key] for point in curve] for curve in curves])
+                axis.plot(steps, values.T, color=color, alpha=0.25, lw=1)
+                axis.plot(steps, values.mean(0), color=color, lw=2, label=row)
+        early = (0, steps[-1] / 2)                              # the paper's difference is one of the first epoch
+        left.set(xlabel='step', ylabel='licensing accuracy, held-out pairs', xlim=early, ylim=(0.45, 1.01))
         floor = min(r['val_loss'] for row in ('gelu', 'nc', 'nc+quant') for r in results[row])
-        axes[1].set(xlabel='step', ylabel='validation loss, nats a token', ylim=(floor - 0.03, floor + 0.8))
-        axes[0].legend(frameon=False)
-        for axis in axes:
-            axis.spines[['top', 'right']].set_visible(False)
-        return figure
+        right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=early, ylim=(floor, floor + 0.6))
+        left.legend()
 
-    publish('compare', results, config, table, draw)
-    return {row: spread([r.get('val_loss') for r in runs], 4) for row, runs in results.items()}
+    header = ['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life, exists',
+              'its top fifth', 'half-life, proportion', 'latches']
+    publish('compare', results, config, header, lines, draw)
+    return {row: spread([r['val_loss'] for r in runs], 4) for row, runs in results.items()}
 
 
 def boundary(config, run, stop):
-    """Claim A9 at small size: Boolean fraction by remedy."""
+    """Claim A9 of paper A at small size: what the Boolean fraction and the remedies do at BOUNDARY's learning rate."""
     results = study('boundary', BOUNDARY, config, run, stop)
-    raise NotImplementedError
+    losses = {row: [r['val_loss'] for r in runs if 'diverged_at' not in r] for row, runs in results.items()}
+    saturations = {row: [r['saturation'] for r in runs] for row, runs in results.items()}
+    lines = []
+    for row, runs in results.items():
+        steps = ', '.join(str(r['diverged_at']) for r in runs if 'diverged_at' in r)
+        lines.append([*row.split(', '), spread(losses[row]), steps or 'none', spread([r['rise'] for r in runs], 2),
+                      spread([r['spike'] for r in runs], 1), spread(saturations[row], 2)])
+
+    def draw(left, right):
+        for color, remedy in zip(COLORS, REMEDIES):
+            rows = {frac: f'{frac:g}, {remedy}' for frac in FRACTIONS}
+            for axis, values in ((left, losses), (right, saturations)):
+                points = [(frac, value) for frac, row in rows.items() for value in values[row]]
+                means = [(frac, np.mean(values[row])) for frac, row in rows.items() if values[row]]
+                axis.plot(*zip(*points), 'o', ms=4, color=color, alpha=0.5)
+                axis.plot(*zip(*means), color=color, label=remedy)
+        left.set(xlabel='Boolean fraction', ylabel='validation loss at the end, nats a token', xticks=FRACTIONS)
+        right.set(xlabel='Boolean fraction', ylabel='memberships within 0.05 of 0 or 1', xticks=FRACTIONS, ylim=(0, 1))
+        left.legend(title='remedy')
+
+    header = ['Boolean fraction', 'remedy', 'val loss, nats', 'diverged at step', 'largest rise of the loss, nats',
+              'largest gradient norm over the median', 'saturation']
+    publish('boundary', results, config, header, lines, draw)
+    return {row: spread(values) or 'diverged' for row, values in losses.items()}
 
 
 def main():
@@ -435,16 +490,14 @@ def main():
         return finish()
     stop = StopSignal()
     try:
-        if config['compare'] or config['boundary']:
-            outcome = (compare if config['compare'] else boundary)(config, run, stop)
-        else:
-            outcome = train(config, run, stop)
+        outcome = (compare if config['compare'] else boundary if config['boundary'] else train)(config, run, stop)
     except Diverged as error:
         fail(error, status=3)
     result(**outcome)
     finish()
     if 'interrupted' in outcome:
-        raise SystemExit(128 + outcome['interrupted'])
+        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python train_lm.py --resume '
+             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
 
 
 if __name__ == '__main__':
