@@ -146,8 +146,8 @@ def batch_at(ids, starts, block_size, device):
 
 @torch.no_grad()
 def saturation(model, ids_BT):
-    """Share of the Boolean units' memberships within 0.05 of 0 or 1, where their gradient dies; None without such
-    units."""
+    """Share of memberships within 0.05 of 0 or 1, where their gradient dies: the mean over layers and over the operands
+    a and b and the quantified q. None without Boolean units."""
     shares = []
 
     def read(ffn, inputs):
@@ -257,16 +257,24 @@ def train(config, run, stop):
 
     # --count_params and --max_steps=0 leave nothing behind
     folder = open_run('lm', config, run) if config['max_steps'] else None
-    resuming = folder and config['resume']
-    if resuming and (folder / 'last.pt').exists():
-        saved = load_checkpoint(folder / 'last.pt', run.device)
-        load_weights(model, saved['model'], folder / 'last.pt')
-        optimizer.load_state_dict(saved['optimizer'])
-        step, measured, best = saved['step'], saved['measured'], saved['best']
-        last_loss, record = saved['last_loss'], saved['record']
-    if resuming and run.main:
-        write_config(folder, config, run)
-    log = Log(folder or '.', (step or -1) if resuming else None, main=run.main and folder is not None)
+    logged = None                                               # the step up to which log.jsonl holds
+    if folder and config['resume']:
+        logged = -1
+        if (folder / 'last.pt').exists():
+            saved = load_checkpoint(folder / 'last.pt', run.device)
+            load_weights(model, saved['model'], folder / 'last.pt')
+            try:
+                optimizer.load_state_dict(saved['optimizer'])
+                logged = step = saved['step']
+                measured, best, last_loss, record = (saved[key] for key in ('measured', 'best', 'last_loss', 'record'))
+            except (KeyError, ValueError, TypeError) as error:
+                fail(f'{folder / "last.pt"} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
+            groups = param_groups(model, config['weight_decay'], config['decay_lr_mult'])
+            for group, asked in zip(optimizer.param_groups, groups):
+                group |= {key: asked[key] for key in ('weight_decay', 'lr_mult')}      # the saved ones came along
+        if run.main:
+            write_config(folder, config, run)
+    log = Log(folder or '.', logged, main=run.main and folder is not None)
 
     net = torch.compile(model) if config['compile'] and run.device.type == 'cuda' else model
     if run.world > 1:
@@ -274,6 +282,7 @@ def train(config, run, stop):
     peak = peak_flops(run.device)
 
     def save(*names):
+        bar.clear()                                             # should it fail, its line stands alone
         if not all(p.isfinite().all() for p in model.parameters()):
             raise Diverged(step, last_loss)
         if run.main and folder:
@@ -295,6 +304,7 @@ def train(config, run, stop):
                     raise Diverged(step, last_loss)
                 measured, improved = step, record['val_loss'] < best
                 best = min(best, record['val_loss'])
+                bar.clear()
                 log.write(step=step, **record)
                 if step:
                     save(*['best.pt'] * improved, 'last.pt')

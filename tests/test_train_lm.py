@@ -332,7 +332,7 @@ def set_biases(model, **biases):
 def test_saturation_is_the_share_of_memberships_near_0_or_1():
     model, ids_BT = nc_model(), torch.arange(22).reshape(2, 11) % 11
     for biases, share in ((dict(a=10, b=-10, q=10), 1), (dict(a=0, b=0, q=0), 0), (dict(a=2.9, b=-2.9, q=2.9), 0),
-                          (dict(a=3, b=-3, q=-3), 1), (dict(a=0, b=0, q=10), 0.5), (dict(a=10, b=0, q=0), 0.25)):
+                          (dict(a=3, b=-3, q=-3), 1), (dict(a=0, b=0, q=10), 1 / 3), (dict(a=10, b=0, q=0), 1 / 3)):
         set_biases(model, **biases)
         assert train_lm.saturation(model, ids_BT) == pytest.approx(share), biases
     set_biases(model, a=10, b=10, q=10)
