@@ -93,8 +93,9 @@ class FFN(nn.Module):
             return POINTWISE[self.kind](pre_BTF)
         if self.kind in GATED:
             return GATED[self.kind](*pre_BTF.chunk(2, dim=-1))
+        # gelu, and, and_not, then all quantifiers; one split, whose gradient is one concatenation
         n_gelu, n_pairs = self.units['gelu'].stop, self.units['and'].stop - self.units['and'].start
-        gelu, a, b, q = pre_BTF.tensor_split([n_gelu, n_gelu + n_pairs, n_gelu + 2 * n_pairs], dim=-1)
+        gelu, a, b, q = pre_BTF.split([n_gelu, n_pairs, n_pairs, pre_BTF.size(-1) - n_gelu - 2 * n_pairs], dim=-1)
         A, B = a.sigmoid(), b.sigmoid()
         parts = [F.gelu(gelu), A * B, and_not(A, B)]
         if self.quantifier:

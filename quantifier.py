@@ -37,11 +37,12 @@ def scan(x_BTC, rate, combine):
         return x_BTC
     at = (lambda tokens: rate) if rate.dim() == 1 else (lambda tokens: rate[:, tokens])
     first, second, rest = slice(0, T - 1, 2), slice(1, None, 2), slice(2, None, 2)
-    pairs_BPC = combine(x_BTC[:, first], x_BTC[:, second], at(second))       # tokens (0,1), (2,3), ...
-    odd = scan(pairs_BPC, at(first) * at(second), combine)                   # y_1, y_3, ...
-    even = combine(odd[:, :(T - 1) // 2], x_BTC[:, rest], at(rest))          # y_2, y_4, ...
+    # y_1, y_3, ... from the pairs of tokens (0,1), (2,3), ...
+    odd = scan(combine(x_BTC[:, first], x_BTC[:, second], at(second)), at(first) * at(second), combine)
     y_BTC = torch.empty_like(x_BTC)
-    y_BTC[:, 0], y_BTC[:, second], y_BTC[:, rest] = x_BTC[:, 0], odd, even
+    y_BTC[:, 0], y_BTC[:, second] = x_BTC[:, 0], odd
+    del odd                                                                  # half the input's size, now held twice
+    y_BTC[:, rest] = combine(y_BTC[:, 1:T - 1:2], x_BTC[:, rest], at(rest))  # y_2, y_4, ...
     return y_BTC
 
 
@@ -121,7 +122,7 @@ def decayed_mean(m_BTC, lam_C, corrected=True):
 
 def proportion(S, N, lam_C, corrected):
     """P from S = sum(lam^k m_{t-k}) and the total weight N = sum(lam^k)."""
-    return S / N if corrected else (1 - lam_C) * S
+    return S * N.reciprocal() if corrected else (1 - lam_C) * S
 
 
 class Quantifier(nn.Module):
@@ -146,8 +147,9 @@ class Quantifier(nn.Module):
         decayed_max.
         """
         E, S, N = state or (None, None, None)
-        gamma, lam = self.decay.float().sigmoid().tensor_split([self.n_exists])
-        m_exists, m_often = m_BTn.tensor_split([self.n_exists], dim=-1)
+        halves = [self.n_exists, len(self.decay) - self.n_exists]
+        gamma, lam = self.decay.float().sigmoid().split(halves)
+        m_exists, m_often = m_BTn.split(halves, dim=-1)
         E = decayed_max(m_exists, gamma, E)
         S = decayed_sum(m_often, lam, S)
         N = decayed_sum(torch.ones_like(m_often[:1]), lam, N)

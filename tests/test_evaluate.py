@@ -1,4 +1,4 @@
-"""evaluate.py: windows cover a text once, the loss is a plain mean, and a pair is won by the strictly likelier sentence."""
+"""evaluate.py: windows cover a text once, the loss is a plain mean, the strictly likelier sentence wins a pair."""
 import contextlib
 import math
 from types import SimpleNamespace

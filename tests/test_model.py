@@ -220,7 +220,8 @@ def test_nc_hidden_units_one_by_one(quant_form):
 def test_gated_hidden_units():
     pre_BTF = torch.randn(2, 3, 10)
     a, b = pre_BTF[..., :5], pre_BTF[..., 5:]
-    expected = dict(glu=a.sigmoid() * b, swiglu=a * a.sigmoid() * b, bilinear=a * b, sigbilinear=a.sigmoid() * b.sigmoid())
+    expected = dict(glu=a.sigmoid() * b, swiglu=a * a.sigmoid() * b, bilinear=a * b,
+                    sigbilinear=a.sigmoid() * b.sigmoid())
     for kind in GATED:
         torch.testing.assert_close(FFN(kind, 8, 8).hidden(pre_BTF), expected[kind])
 
@@ -278,7 +279,8 @@ def test_quantifier_units_report():
     assert report['layer'].tolist() == [0] * n + [1] * n
     assert report['exists'].tolist() == ([True] * (n // 2) + [False] * (n // 2)) * 2
     torch.testing.assert_close(report['half_life'], torch.cat([ffn.quantifier.half_life() for ffn in ffns]))
-    norms = [ffn.down.weight[:, i].norm().item() for ffn in ffns for i in range(ffn.units['exists'].start, ffn.units['proportion'].stop)]
+    norms = [ffn.down.weight[:, i].norm().item() for ffn in ffns
+             for i in range(ffn.units['exists'].start, ffn.units['proportion'].stop)]
     assert report['write_norm'].tolist() == pytest.approx(norms)
     assert tiny(ffn='nc').quantifier_units() is None
 
@@ -306,6 +308,14 @@ def test_generation_with_the_cache_is_generation_without(setting):
     assert torch.equal(model.generate(ids_BT, 0), ids_BT)
 
 
+def test_inside_the_context_each_step_reads_one_token():
+    """The cache is used: the prompt once, then token by token; past the context of 16 the last 16 are read anew."""
+    model, lengths = lively(tiny(ffn='nc', quant=True)), []
+    model.blocks[0].register_forward_hook(lambda block, args, out: lengths.append(args[0].size(1)))
+    model.generate(random_ids(1, 5), 14)
+    assert lengths == [5] + [1] * 11 + [16] * 2
+
+
 @every_setting
 @torch.no_grad()
 def test_logits_token_by_token_are_those_of_the_whole(setting):
@@ -319,7 +329,8 @@ def test_generate_samples():
     model, ids_BT = lively(tiny(ffn='nc', quant=True)), random_ids(2, 4)
     greedy = model.generate(ids_BT, 20, temperature=0)
     assert torch.equal(model.generate(ids_BT, 20, top_k=1), greedy)
-    draws = [model.generate(ids_BT, 20, temperature=3.0, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    draws = [model.generate(ids_BT, 20, temperature=3.0, generator=torch.Generator().manual_seed(seed))
+             for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert torch.equal(draws[0][:, :4], ids_BT) and draws[0].max() < 13
 

@@ -20,8 +20,9 @@ import runtime
 import train_lm
 from model import FFN_KINDS, GPT
 
-SMALL = ('--preset=tiny --n_layer=1 --n_embd=16 --n_head=2 --block_size=32 --batch_size=4 --micro_batch=4 --eval_windows=8 '
-         '--log_every=1 --eval_every=5 --max_steps=12 --warmup=2 --lr=0.01 --ffn=nc --quant=on --device=cpu').split()
+SMALL = ('--preset=tiny --n_layer=1 --n_embd=16 --n_head=2 --block_size=32 --batch_size=4 --micro_batch=4 '
+         '--eval_windows=8 --log_every=1 --eval_every=5 --max_steps=12 --warmup=2 --lr=0.01 --ffn=nc --quant=on '
+         '--device=cpu').split()
 ALONE = SimpleNamespace(rank=0, world=1, local_rank=0, device=torch.device('cpu'), main=True)
 NEVER = SimpleNamespace(agreed=lambda run: 0)
 PROCESS = {key: value for key, value in os.environ.items() if key not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
@@ -160,7 +161,7 @@ def test_every_kind_learns(train, words):
     assert list(losses) == list(range(1, 13)) and list(val_losses) == [0, 5, 10, 12]
     assert all(math.isfinite(loss) for loss in [*losses.values(), *val_losses.values()])
     assert val_losses[0] == pytest.approx(math.log(len(prepare.WORDS)), rel=0.02)
-    assert val_losses[0] - 0.3 > val_losses[5] > val_losses[12] == done['val_loss']
+    assert val_losses[0] - 0.2 > val_losses[5] > val_losses[12] == done['val_loss']
 
 
 def test_what_others_rely_on_is_in_the_result_and_the_log(small):
@@ -213,7 +214,8 @@ def test_a_text_in_bytes(train, tmp_path, capsys):
     (tmp_path / 'text.txt').write_text(''.join(f'<|endoftext|> line {draw.randrange(10)}\n' for _ in range(500)))
     prepare.main(['text', '--input=text.txt', '--tokenizer=bytes', '--name=mine', '--data_dir=d'])
     done = train('--data_dir=d', '--dataset=mine', '--out_dir=x')
-    assert records('x', 'val_loss')[0] == pytest.approx(math.log(257), rel=0.02) and done['val_loss'] < math.log(257) - 0.3
+    assert records('x', 'val_loss')[0] == pytest.approx(math.log(257), rel=0.02)
+    assert done['val_loss'] < math.log(257) - 0.3
     assert 'licensing_accuracy' not in done
 
 
@@ -223,7 +225,8 @@ def test_english_in_gpt2_tokens(train, shared, tmp_path, monkeypatch):
         (tmp_path / 'text.txt').write_text(file.read(200_000), encoding='utf-8')
     prepare.main(['text', '--input=text.txt', '--tokenizer=gpt2', '--name=books', '--data_dir=d'])
     done = train('--data_dir=d', '--dataset=books', '--out_dir=x', '--max_steps=5')
-    assert records('x', 'val_loss')[0] == pytest.approx(math.log(50257), rel=0.02) and done['val_loss'] < math.log(50257) - 0.3
+    assert records('x', 'val_loss')[0] == pytest.approx(math.log(50257), rel=0.02)
+    assert done['val_loss'] < math.log(50257) - 0.3
 
 
 # ---- a step
@@ -246,7 +249,8 @@ def drawn(monkeypatch, seed=1, step=0, rank=0, world=1, micro_batch=12):
     with monkeypatch.context() as patch:
         patch.setattr(train_lm, 'batch_at', lambda ids, rows, *more: starts.extend(rows) or batch_at(ids, rows, *more))
         config = configure(*SMALL, f'--seed={seed}', '--batch_size=12', f'--micro_batch={micro_batch}', '--grad_clip=0')
-        loss, _ = train_lm.gradients(net, net, ids, step, config, SimpleNamespace(rank=rank, world=world, device=ALONE.device))
+        run = SimpleNamespace(rank=rank, world=world, device=ALONE.device)
+        loss, _ = train_lm.gradients(net, net, ids, step, config, run)
     return sorted(starts), net, loss * world
 
 
@@ -305,7 +309,8 @@ def test_a_step_has_its_learning_rate_and_its_clipped_gradient(train, whole):
     train('--out_dir=y', '--max_steps=1', '--grad_clip=1e-12')          # so small that Adam's epsilon rules
     torch.manual_seed(1)
     first = GPT(len(prepare.WORDS), 32, 1, 2, 16, ffn='nc', quant=True).state_dict()
-    moved = lambda folder: (saved(folder)['model']['blocks.0.attn.out.bias'] - first['blocks.0.attn.out.bias']).abs().mean()
+    bias = 'blocks.0.attn.out.bias'
+    moved = lambda folder: (saved(folder)['model'][bias] - first[bias]).abs().mean()
     assert records('x', 'grad_norm') == records('y', 'grad_norm') and records('x', 'grad_norm')[1] > 0.1
     assert moved('x') > 0.004 and moved('y') < 0.1 * moved('x')
 
@@ -325,7 +330,8 @@ def set_biases(model, **biases):
         ffn = block.ffn
         ffn.up.weight.zero_()
         ffn.up.bias.fill_(100)                                  # of GELU units, which do not count
-        for name, part in dict(a=ffn.units['and'], b=ffn.units['and_not'], q=slice(ffn.units['and_not'].stop, None)).items():
+        parts = dict(a=ffn.units['and'], b=ffn.units['and_not'], q=slice(ffn.units['and_not'].stop, None))
+        for name, part in parts.items():
             ffn.up.bias[part] = biases[name]
 
 
@@ -345,7 +351,7 @@ def test_saturation_is_the_share_of_memberships_near_0_or_1():
 
 def test_memory_is_the_half_life_of_the_units_and_of_those_that_write_most():
     model = nc_model()
-    half_lives = [[1, 2, 3, 4, 50, 60, 70, 80], [5, 6, 7, 1000, 90, 20, 30, 40]]     # 4 existential, 4 proportion a layer
+    half_lives = [[1, 2, 3, 4, 50, 60, 70, 80], [5, 6, 7, 1000, 90, 20, 30, 40]]    # a layer: 4 existential, 4 proportion
     norms = [[1, 1, 1, 9, 99, 99, 99, 99], [1, 1, 1, 1, 99, 99, 99, 99]]
     with torch.no_grad():
         for block, row, norm in zip(model.blocks, half_lives, norms):
@@ -353,9 +359,9 @@ def test_memory_is_the_half_life_of_the_units_and_of_those_that_write_most():
             block.ffn.quantifier.decay.copy_((rate / (1 - rate)).log())
             block.ffn.down.weight[:, block.ffn.units['and_not'].stop:] = torch.tensor(norm) / 4      # of 16 equal parts
     found = train_lm.memory(model)
-    # exists: 1 to 7 and 1000, the fifth that writes most is one unit of 4; proportion: 20 30 40 50 60 70 80 90; context 32
-    assert found == pytest.approx(dict(half_life_median=4, half_life_median_top=4, half_life_median_proportion=50, latches=7),
-                                  rel=1e-3)
+    # existential: 1 to 7 and 1000, a fifth of them is one unit; proportion: 20, 30, ... 90; a latch outlasts 32 tokens
+    expected = dict(half_life_median=4, half_life_median_top=4, half_life_median_proportion=50, latches=7)
+    assert found == pytest.approx(expected, rel=1e-3)
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[:, -5] = 9
     assert train_lm.memory(model)['half_life_median_top'] == pytest.approx(1000, rel=1e-3)
@@ -367,7 +373,7 @@ def test_decays_have_a_learning_rate_of_their_own(train):
     for mult in (0, 1, 100):
         train(f'--decay_lr_mult={mult}', f'--out_dir=by{mult}')
     moved = {mult: abs(records(f'by{mult}', 'half_life_median')[12] - start) for mult in (0, 1, 100)}
-    assert records('by100', 'half_life_median')[0] == pytest.approx(start, rel=1e-5) and start == pytest.approx(69, abs=0.1)
+    assert start == pytest.approx(69, abs=0.1) and records('by100', 'half_life_median')[0] == pytest.approx(start)
     assert moved[0] < 1e-3 < moved[1] < 0.2 * start < moved[100]
 
 
@@ -407,7 +413,8 @@ def test_a_finished_run_has_nothing_to_do_until_it_gets_more_steps(train, whole)
     assert {key for key in before if before[key] != after[key]} <= {'config.json'} and before.keys() == after.keys()
     assert {**again, 'tokens_per_second': 0} == {**first, 'tokens_per_second': 0}
     assert train('--resume', '--out_dir=x', '--max_steps=14')['steps'] == 14
-    assert list(records('x', 'loss')) == list(range(1, 15)) and json.loads(Path('x/config.json').read_text())['max_steps'] == 14
+    assert list(records('x', 'loss')) == list(range(1, 15))
+    assert json.loads(Path('x/config.json').read_text())['max_steps'] == 14
 
 
 def test_settings_given_at_a_resume_count(train):
@@ -559,7 +566,8 @@ def assert_finite(folder):
 
 def test_a_first_step_too_far_ends_the_run_with_the_step_and_the_loss(small, whole):
     status, out, err = small('--lr=1e30', '--grad_clip=0', '--out_dir=x')
-    assert status == 3 and 'step 1' in err.splitlines()[-1] and f'{records(whole, "loss")[1]:.4f}' in err.splitlines()[-1]
+    said = err.splitlines()[-1]
+    assert status == 3 and 'step 1:' in said and f'{records(whole, "loss")[1]:.4f}' in said
     assert 'Traceback' not in err and '{' not in out
     assert not assert_finite('x') and list(records('x', 'loss')) == [1]
 
@@ -569,7 +577,7 @@ def poison(monkeypatch, where):
     gradients, mean_loss = train_lm.gradients, train_lm.mean_loss
     if where == 'weights':                                     # written by an update
         rate = train_lm.learning_rate
-        monkeypatch.setattr(train_lm, 'learning_rate', lambda step, config: math.inf if step >= 7 else rate(step, config))
+        monkeypatch.setattr(train_lm, 'learning_rate', lambda step, *more: math.inf if step >= 7 else rate(step, *more))
     if where in ('loss', 'gradient'):
         def broken(net, model, ids, step, *more):
             loss, norm = gradients(net, model, ids, step, *more)
@@ -619,7 +627,8 @@ def test_no_steps_measure_the_model_and_leave_nothing(small, data, tmp_path):
     for words in (['--out_dir=x'], []):
         status, out, _ = small('--max_steps=0', *words)
         done = json.loads(out.splitlines()[-1])
-        assert status == 0 and done['steps'] == 0 and done['val_loss'] == pytest.approx(math.log(len(prepare.WORDS)), rel=0.02)
+        assert status == 0 and done['steps'] == 0
+        assert done['val_loss'] == pytest.approx(math.log(len(prepare.WORDS)), rel=0.02)
     assert not list(tmp_path.iterdir()) and contents(data) == before
 
 
@@ -684,7 +693,8 @@ def test_a_folder_that_holds_another_run_stays_as_it_is(small, train):
     train('--out_dir=x', '--max_steps=1')
     before = contents('x')
     status, out, err = small('--out_dir=x')
-    assert (status, out, err.count('\n')) == (2, '', 1) and all(word in err for word in ('x', '--resume', '--overwrite'))
+    assert (status, out, err.count('\n')) == (2, '', 1)
+    assert all(words in err for words in ('x already holds a run', '--resume', '--overwrite'))
     assert contents('x') == before
     assert small('--out_dir=x', '--overwrite')[0] == 0 and saved('x')['step'] == 12
 
@@ -758,10 +768,15 @@ def test_a_study_trains_each_row_with_each_seed_once(data, train, monkeypatch, c
     assert list(results) == list(ROWS) and all([run['seed'] for run in runs] == [1, 2] for runs in results.values())
     for runs in (results['gelu'], results['nc, all']):
         assert [[line['step'] for line in run['curve']] for run in runs] == [[0, 2, 4]] * 2
-        assert all(run['val_loss'] == run['curve'][-1]['val_loss'] for run in runs) and runs[0]['val_loss'] != runs[1]['val_loss']
+        assert all(run['val_loss'] == run['curve'][-1]['val_loss'] for run in runs)
+        assert runs[0]['val_loss'] != runs[1]['val_loss']
     assert all(run['diverged_at'] == 1 and math.isfinite(run['last_loss']) for run in results['too far'])
     train('--max_steps=4', '--eval_every=2', '--bool_frac=1', '--out_dir=alone')
     assert records(second) == records('alone')
+    run, losses, norms = results['nc, all'][0], records(second, 'loss'), records(second, 'grad_norm')
+    assert run['rise'] == pytest.approx(max(losses[b] - losses[a] for a in losses for b in losses if a <= b))
+    assert run['spike'] == pytest.approx(max(norms[3], norms[4]) / ((norms[3] + norms[4]) / 2)), 'after two of warm-up'
+    assert run['saturation'] == records(second, 'saturation')[4]
 
     before, trained[:] = contents('out'), []
     assert study(NEVER) == results and contents('out') == before and not trained
@@ -769,7 +784,8 @@ def test_a_study_trains_each_row_with_each_seed_once(data, train, monkeypatch, c
     with pytest.raises(SystemExit) as end:
         study(NEVER, weight_decay=0.3)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count('\n') == 1 and 'gelu-seed1' in err and 'weight_decay=0.1' in err and '0.3' in err
+    assert end.value.code == 2 and err.count('\n') == 1
+    assert all(words in err for words in ('gelu-seed1', 'weight_decay=0.1', 'not 0.3'))
     assert contents('out') == before and not trained
 
 
