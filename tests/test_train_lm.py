@@ -351,7 +351,7 @@ def test_saturation_is_the_share_of_memberships_near_0_or_1():
 
 def test_memory_is_the_half_life_of_the_units_and_of_those_that_write_most():
     model = nc_model()
-    half_lives = [[1, 2, 3, 4, 50, 60, 70, 80], [5, 6, 7, 1000, 90, 20, 30, 40]]    # a layer: 4 existential, 4 proportion
+    half_lives = [[1, 2, 3, 4, 50, 60, 70, 80], [5, 6, 7, 1000, 90, 20, 30, 40]]     # 4 existential, 4 proportion
     norms = [[1, 1, 1, 9, 99, 99, 99, 99], [1, 1, 1, 1, 99, 99, 99, 99]]
     with torch.no_grad():
         for block, row, norm in zip(model.blocks, half_lives, norms):
