@@ -124,14 +124,14 @@ def open_data(config, run):
         if name in ('licensing', 'licensing_shuffled') and run.main and not Path(where, name, 'meta.json').exists():
             prepare.make_licensing(where, name, shuffled=name == 'licensing_shuffled')
         all_sum(0)                                              # the others wait here
-        tokens, meta = prepare.load_tokens(where, name)
+        (tokens, meta), pairs = prepare.load_tokens(where, name), prepare.load_pairs(where, name)
     except (ValueError, OSError) as error:
         fail(error)
     for split, ids in tokens.items():
         if len(ids) <= config['block_size']:
             fail(f'block_size={config["block_size"]} is beyond the {len(ids)} tokens of {where}/{name}/{split}.bin: '
                  'it must be smaller')
-    return tokens, meta, prepare.load_pairs(where, name)
+    return tokens, meta, pairs
 
 
 def batch_at(ids, starts, block_size, device):
@@ -267,8 +267,12 @@ def train(config, run, stop):
                 optimizer.load_state_dict(saved['optimizer'])
                 logged = step = saved['step']
                 measured, best, last_loss, record = (saved[key] for key in ('measured', 'best', 'last_loss', 'record'))
+                changed = [key for key in (*MODEL_KEYS, 'dataset') if saved['config'][key] != config[key]]
             except (KeyError, ValueError, TypeError) as error:
                 fail(f'{folder / "last.pt"} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
+            if changed:                                         # weights that fit may still be of another function
+                fail(f'{folder} holds a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
+                     'resume it as it was, or begin another')
             groups = param_groups(model, config['weight_decay'], config['decay_lr_mult'])
             for group, asked in zip(optimizer.param_groups, groups):
                 group |= {key: asked[key] for key in ('weight_decay', 'lr_mult')}      # the saved ones came along
@@ -369,6 +373,8 @@ def study(name, rows, config, run, stop):
     """
     if run.world > 1:
         fail(f'--{name} trains one model after another: run it without torchrun')
+    if config['max_steps'] < 1:
+        fail(f'max_steps={config["max_steps"]}: --{name} compares trained models, expected at least 1')
     try:
         seeds = [int(seed) for seed in config['seeds'].split(',')]
     except ValueError:
@@ -496,6 +502,7 @@ def main():
     run = launch(config['device'])
     torch.set_float32_matmul_precision('high')
     if config['count_params']:
+        check(config, run)
         result(**count_params(config))
         return finish()
     stop = StopSignal()

@@ -809,3 +809,25 @@ def test_a_study_is_for_one_process(data, capsys):
         train_lm.study('trial', ROWS, configure(*SMALL), SimpleNamespace(**vars(ALONE) | dict(world=2)), NEVER)
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count('\n') == 1 and '--trial' in err and not Path('out').exists()
+
+
+def test_a_run_is_not_resumed_as_another_function(train, capsys):
+    """Weights of gelu fit relu; the run, its settings and its checkpoint stay as they are."""
+    train('--out_dir=x', '--ffn=gelu', '--quant=off', stop=stop_after(3))
+    before = contents('x')
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train('--resume', '--out_dir=x', '--ffn=relu')
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and 'ffn=gelu' in err and 'relu' in err and contents('x') == before
+
+
+@pytest.mark.parametrize('words, said', [('--count_params --n_head=0', 'n_head=0'),
+                                         ('--compare --max_steps=0', 'max_steps=0')])
+def test_numbers_are_checked_where_nothing_is_trained_too(words, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', '--preset=tiny', *words.split()])
+    with pytest.raises(SystemExit) as end:
+        train_lm.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and err.count('\n') == 1 and not list(tmp_path.iterdir())
