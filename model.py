@@ -1,7 +1,7 @@
 """The models. Paper A: a GPT (GPT-2's architecture) whose feed-forward layers may compute explicit fuzzy logic.
 
-    FFN        gelu, relu, four gated kinds and nc, all with the parameters of the GELU layer; nc with or without
-    quantifiers GPT        token and position embeddings, n_layer blocks of attention and FFN (pre-norm), tied head
+    FFN        gelu, relu, four gated kinds and nc, with or without quantifiers; all with the GELU layer's parameters
+    GPT        token and position embeddings, n_layer blocks of attention and FFN (pre-norm), tied head
 
 Axes: B batch, T sequence, D model width, F hidden units of an FFN, V vocabulary, h heads.
 """

@@ -244,6 +244,25 @@ def gradients(net, model, ids, step, config, run):
     return all_sum(loss)[0] / run.world, norm.item()
 
 
+def restore(path, model, optimizer, config, device):
+    """Loads a checkpoint into model and optimizer. Returns the loop's state, in the order of the list."""
+    saved = load_checkpoint(path, device)
+    load_weights(model, saved['model'], path)
+    asked = [{key: group[key] for key in ('weight_decay', 'lr_mult')} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved['optimizer'])
+        state = [saved[key] for key in ('step', 'measured', 'best', 'last_loss', 'record')]
+        changed = [key for key in (*MODEL_KEYS, 'dataset') if saved['config'][key] != config[key]]
+    except (KeyError, ValueError, TypeError) as error:
+        fail(f'{path} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
+    if changed:                                                 # weights that fit may still be of another function
+        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
+             'resume it as it was, or begin another')
+    for group, settings in zip(optimizer.param_groups, asked):
+        group |= settings                                       # the saved ones came along with the optimizer's state
+    return state
+
+
 def train(config, run, stop):
     """One run, to max_steps or a signal. Returns its result; raises Diverged."""
     check(config, run)
@@ -261,21 +280,8 @@ def train(config, run, stop):
     if folder and config['resume']:
         logged = -1
         if (folder / 'last.pt').exists():
-            saved = load_checkpoint(folder / 'last.pt', run.device)
-            load_weights(model, saved['model'], folder / 'last.pt')
-            try:
-                optimizer.load_state_dict(saved['optimizer'])
-                logged = step = saved['step']
-                measured, best, last_loss, record = (saved[key] for key in ('measured', 'best', 'last_loss', 'record'))
-                changed = [key for key in (*MODEL_KEYS, 'dataset') if saved['config'][key] != config[key]]
-            except (KeyError, ValueError, TypeError) as error:
-                fail(f'{folder / "last.pt"} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
-            if changed:                                         # weights that fit may still be of another function
-                fail(f'{folder} holds a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
-                     'resume it as it was, or begin another')
-            groups = param_groups(model, config['weight_decay'], config['decay_lr_mult'])
-            for group, asked in zip(optimizer.param_groups, groups):
-                group |= {key: asked[key] for key in ('weight_decay', 'lr_mult')}      # the saved ones came along
+            step, measured, best, last_loss, record = restore(folder / 'last.pt', model, optimizer, config, run.device)
+            logged = step
         if run.main:
             write_config(folder, config, run)
     log = Log(folder or '.', logged, main=run.main and folder is not None)
