@@ -1,18 +1,30 @@
 """The models. Paper A: a GPT (GPT-2's architecture) whose feed-forward layers may compute explicit fuzzy logic.
+Paper B: a classifier, Llama with a logic stream beside its layers.
 
     FFN        gelu, relu, four gated kinds and nc, with or without quantifiers; all with the GELU layer's parameters
     GPT        token and position embeddings, n_layer blocks of attention and FFN (pre-norm), tied head
+    Llama      RMSNorm, RoPE, grouped-query attention, SwiGLU; load_llama reads the files of HF and of Meta
+    Classifier Llama, LogicStream and Fusion, whose last real token goes to a head of three labels
 
-Axes: B batch, T sequence, D model width, F hidden units of an FFN, V vocabulary, h heads.
+        tokens -> layer 1 -> layer 2 ... layer n -> norm -> H_last ----------------------+-> RMSNorm -> head
+                     | H_1      | H_2       | H_n                                        |
+           L_0 -> step 1 --> step 2 ...  step n --------> L_last -> W_f -> times alpha --+   Fusion
+
+        step t       cross-attention from L_{t-1} into H_t, then a LogicLayer (logic.py) or, in a control, a NoGateLayer
+
+Axes: B batch, T or S sequence, D model width, F hidden units of an FFN, L logic width, V vocabulary, h heads.
 """
 
+import json
 import math
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from logic import and_not
+from logic import LogicLayer, RMSNorm, and_not
 from quantifier import Quantifier
 
 # what a gated kind does with its two projections a and b; each has two thirds of the GELU layer's hidden units
@@ -114,6 +126,32 @@ class FFN(nn.Module):
         return {'a': pre_BTF[..., self.units['and']].sigmoid(), 'b': pre_BTF[..., self.units['and_not']].sigmoid(),
                 'q': pre_BTF[..., rest].sigmoid()}
 
+    def saturation(self, x_BTD):
+        """Share of memberships within 0.05 of 0 or 1, where their gradient dies: the mean over the operands a and b and
+        the quantified q, as a 0-d tensor. None without Boolean units."""
+        shares = [((m < 0.05) | (m > 0.95)).float().mean() for m in self.memberships(x_BTD).values() if m.size(-1)]
+        return torch.stack(shares).mean() if shares else None
+
+    def single_operand_r2(self, x_BTD):
+        """How far one operand explains each and, and_not unit over the tokens x_BTD: [2 n], the larger of the squared
+        correlations of the unit with its A and with its B (paper A: a soft gate). Where B stands still it is 1, for
+        then the unit is a multiple of A; for independent fair bits A and B it is 1/3. A unit that stands still has 1.
+        """
+        operands = self.memberships(x_BTD)
+        A, B = operands['a'].flatten(0, -2).double(), operands['b'].flatten(0, -2).double()         # [tokens, n]
+        centre = lambda z: z - z.mean(dim=0)
+        best = []
+        for unit in (A * B, and_not(A, B)):
+            cov = [(centre(unit) * centre(operand)).sum(dim=0) for operand in (A, B)]
+            norm = [centre(z).square().sum(dim=0) for z in (A, B, unit)]
+            r2 = [c.square() / (n * norm[2]).clamp_min(1e-30) for c, n in zip(cov, norm)]
+            best.append(torch.where(norm[2] > 1e-12 * len(A), torch.maximum(*r2), 1.0))
+        return torch.cat(best)
+
+    def two_operand_share(self, x_BTD):
+        """Share of the and, and_not units that truly use two operands: neither explains 90% of the unit's variance."""
+        return (self.single_operand_r2(x_BTD) < 0.9).double().mean()
+
     def init_weights(self, std, residual_std):
         """Normal weights, zero biases; what writes to the residual stream is scaled down by depth (GPT-2)."""
         nn.init.normal_(self.up.weight, std=std)
@@ -158,6 +196,11 @@ class Block(nn.Module):
     def forward(self, x_BTD, state=None):
         x_BTD = x_BTD + self.attn(self.norm_attn(x_BTD), state)
         return x_BTD + self.ffn(self.norm_ffn(x_BTD), state)
+
+
+# the settings of a run that make its GPT, beside the vocabulary
+MODEL_KEYS = ('block_size', 'n_layer', 'n_head', 'n_embd', 'ffn', 'bool_frac', 'quant', 'quant_frac', 'quant_form',
+              'bound_write', 'highway', 'op_init')
 
 
 class GPT(nn.Module):
@@ -274,3 +317,475 @@ def param_groups(model, weight_decay, decay_lr_mult):
     return [dict(params=matrices, weight_decay=weight_decay, lr_mult=1.0),
             dict(params=vectors, weight_decay=0.0, lr_mult=1.0),
             dict(params=decays, weight_decay=0.0, lr_mult=decay_lr_mult)]
+
+
+# ---- Llama: the backbone of paper B
+
+class GroupedAttention(nn.Module):
+    """Causal self-attention with rotary positions, where n_head // n_kv_head queries share a key and a value."""
+
+    def __init__(self, d, n_head, n_kv_head, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = nn.Linear(d, n_head * head_dim, bias=False)
+        self.k, self.v = (nn.Linear(d, n_kv_head * head_dim, bias=False) for _ in range(2))
+        self.o = nn.Linear(n_head * head_dim, d, bias=False)
+
+    def forward(self, x_BSD, cos, sin, attend):
+        """cos, sin and attend: see Llama.embed."""
+        q, k, v = (z.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)                             # [B,h,S,head_dim]
+                   for z in (self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if attend is not None:                   # fused kernels take a mask or grouped heads, not both
+            k, v = (z.repeat_interleave(q.size(1) // z.size(1), dim=1) for z in (k, v))
+        y_BhSd = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, is_causal=attend is None,
+                                                enable_gqa=q.size(1) != k.size(1))
+        return self.o(y_BhSd.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """Llama's feed-forward layer (arXiv 2002.05202): down(silu(gate x) * up x)."""
+
+    def __init__(self, d, d_ff):
+        super().__init__()
+        self.gate, self.up = nn.Linear(d, d_ff, bias=False), nn.Linear(d, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d, bias=False)
+
+    def forward(self, x_BSD):
+        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, d, d_ff, n_head, n_kv_head, head_dim, norm_eps):
+        super().__init__()
+        self.norm_attn, self.attn = RMSNorm(d, norm_eps), GroupedAttention(d, n_head, n_kv_head, head_dim)
+        self.norm_ffn, self.ffn = RMSNorm(d, norm_eps), SwiGLU(d, d_ff)
+
+    def forward(self, x_BSD, cos, sin, attend):
+        x_BSD = x_BSD + self.attn(self.norm_attn(x_BSD), cos, sin, attend)
+        return x_BSD + self.ffn(self.norm_ffn(x_BSD))
+
+
+def rope_frequencies(head_dim, theta, scaling=None, device=None):
+    """Radians per token of each pair of a head's channels, [head_dim/2] in fp32 (RoFormer, section 3.2).
+
+    scaling (llama3) stretches a context of original_max_position_embeddings tokens: pairs that turn more than
+    high_freq_factor times in it stay, those that turn less than low_freq_factor times are slowed by factor, and in
+    between the two are mixed. Its keys: factor and these three.
+    """
+    frequencies = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling['original_max_position_embeddings'] * frequencies / (2 * math.pi)
+    low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling['factor'] + kept * frequencies
+
+
+def rotate(x, cos, sin):
+    """Turns channels i and i + head_dim/2 of each head as a pair (HF's layout; Meta's files pair 2i and 2i+1)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Llama(nn.Module):
+    """Llama 3 (arXiv 2407.21783): pre-norm layers of RMSNorm, rotary grouped-query attention and SwiGLU, no biases.
+
+    head_dim defaults to d / n_head. rope_scaling: None or a dict, see rope_frequencies. tied: embedding and output head
+    share their weights. head=False builds no output head. ValueError where the heads do not fit.
+    """
+
+    def __init__(self, vocab_size, d, d_ff, n_layer, n_head, n_kv_head, head_dim=None, rope_theta=500000.0,
+                 rope_scaling=None, norm_eps=1e-5, tied=False, head=True):
+        super().__init__()
+        if n_head % n_kv_head or not head_dim and d % n_head:
+            raise ValueError(f'the number of heads must divide the width, and the number of key-value heads that of '
+                             f'heads: got a width of {d}, {n_head} heads and {n_kv_head} key-value heads')
+        self.head_dim = head_dim or d // n_head
+        if self.head_dim % 2:
+            raise ValueError(f'rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}')
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.tokens = nn.Embedding(vocab_size, d)
+        self.layers = nn.ModuleList(
+            LlamaLayer(d, d_ff, n_head, n_kv_head, self.head_dim, norm_eps) for _ in range(n_layer))
+        self.norm = RMSNorm(d, norm_eps)
+        self.head = nn.Linear(d, vocab_size, bias=False) if head else None
+        if head and tied:
+            self.head.weight = self.tokens.weight
+        self.init_weights()
+
+    def init_weights(self):
+        """For training from scratch; the scales and their reasons are GPT.init_weights's."""
+        std, residual_std = 0.02, 0.02 / math.sqrt(2 * max(1, len(self.layers)))
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=residual_std if name.endswith(('.o.weight', '.down.weight')) else std)
+
+    def embed(self, ids_BS, mask_BS=None):
+        """Token ids -> h [B,S,D] and the context that every layer takes, (cos, sin, attend).
+
+        mask_BS: 1 or true where a token is real. Positions count real tokens from 0. cos and sin: [B,1,S,head_dim/2],
+        [1,1,S,head_dim/2] without a mask, in h's dtype. attend: [B,1,S,S], true where a query may see a key, or None
+        where that is plain causality. Padding on the right needs no mask: real tokens do not look there.
+        """
+        h_BSD = self.tokens(ids_BS)
+        S, attend = ids_BS.size(1), None
+        position = torch.arange(S, device=ids_BS.device)[None]
+        if mask_BS is not None:
+            real_BS = mask_BS.bool()
+            position = (real_BS.cumsum(1) - 1).clamp(min=0)
+            own = torch.eye(S, dtype=torch.bool, device=ids_BS.device)   # padding sees itself: no row without a key
+            attend = (own.new_ones(S, S).tril() & real_BS[:, None] | own)[:, None]
+        # frequencies are no buffer: casting the model to bf16 would round them
+        frequencies = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, ids_BS.device)
+        angle = position[:, None, :, None].float() * frequencies
+        return h_BSD, (angle.cos().to(h_BSD.dtype), angle.sin().to(h_BSD.dtype), attend)
+
+    def forward(self, ids_BS, mask_BS=None):
+        """Token ids -> logits [B,S,V]. mask_BS: see embed."""
+        h_BSD, context = self.embed(ids_BS, mask_BS)
+        for layer in self.layers:
+            h_BSD = layer(h_BSD, *context)
+        return self.head(self.norm(h_BSD))
+
+
+# the parts of a tensor's name that differ from ours, in HF's files and in Meta's
+PARTS = dict(embed_tokens='tokens', input_layernorm='norm_attn', self_attn='attn', q_proj='q', k_proj='k', v_proj='v',
+             o_proj='o', post_attention_layernorm='norm_ffn', mlp='ffn', gate_proj='gate', up_proj='up',
+             down_proj='down', lm_head='head',
+             tok_embeddings='tokens', attention_norm='norm_attn', attention='attn', wq='q', wk='k', wv='v', wo='o',
+             ffn_norm='norm_ffn', feed_forward='ffn', w1='gate', w3='up', w2='down', output='head')
+
+
+def load_llama(path, dtype=torch.bfloat16, device='cpu', head=False, rope_factor=8.0):
+    """The Llama in a folder: HF's (config.json, safetensors in one file or in shards) or Meta's (params.json,
+    consolidated.00.pth). Without head the file's output head is left out.
+
+    Each tensor goes from the disk to its place, one at a time, so no second copy is ever held. rope_factor: what Meta's
+    params.json does not say where it asks for scaled rotary positions (8 for Llama 3.1, 32 for 3.2). Raises ValueError
+    or FileNotFoundError, one line each.
+    """
+    folder, head_name = Path(path), 'head.weight'
+    meta = not (folder / 'config.json').is_file()
+    files, settings = meta_files(folder) if meta else hf_files(folder)
+    where, shapes = {}, {}                                                     # by our names
+    for file in files:
+        for name, shape in stored(file).items():
+            ours = '.'.join(PARTS.get(part, part) for part in name.removeprefix('model.').split('.'))
+            if ours in where:
+                raise ValueError(f'{file} holds {name}, and so does {where[ours][0].name}: expected each tensor once')
+            if not ours.endswith(('rope.freqs', 'rotary_emb.inv_freq')):       # the config says them exactly
+                where[ours], shapes[ours] = (file, name), shape
+    try:
+        options = meta_options(settings, shapes, rope_factor) if meta else hf_options(settings)
+        with torch.device('meta'):
+            model = Llama(**options, head=head)
+    except KeyError as error:
+        raise ValueError(f'{folder} does not say {error}: expected the whole folder of a Llama') from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f'{folder} is no Llama that this model can hold: {error}') from None
+
+    wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}          # a tied head is no name
+    if head_name not in wanted:
+        shapes.pop(head_name, None)
+    for name in [*wanted, *shapes]:
+        there, here = shapes.get(name, 'absent'), wanted.get(name, 'absent')
+        if there != here:
+            file, theirs = where.get(name, (folder, name))
+            raise ValueError(f'{file} does not fit its configuration: {theirs} is {there}, expected {here}')
+    for name in sorted(wanted, key=lambda name: -math.prod(wanted[name])):     # largest first: the last decide the peak
+        tensor, module = stored(*where[name]), model.get_submodule(name.removesuffix('.weight'))
+        if meta and name.endswith(('.q.weight', '.k.weight')):                 # rows 2i and 2i+1 become i and i + half
+            tensor = tensor.unflatten(0, (-1, model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        module.weight = nn.Parameter(tensor.to(device, dtype, copy=True))
+    if head and options['tied']:
+        model.head.weight = model.tokens.weight
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    return model
+
+
+def stored(file, name=None):
+    """{name: shape} of a .safetensors or .pth file, or the tensor of that name, on the CPU: a view of the file, which
+    stays mapped as long as the tensor lives."""
+    from safetensors import safe_open
+    try:
+        if file.suffix == '.pth':
+            tensors = torch.load(file, map_location='cpu', mmap=True, weights_only=True)
+            return tensors[name] if name else {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        with safe_open(file, 'pt') as tensors:
+            return tensors.get_tensor(name) if name else {
+                name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    except FileNotFoundError:
+        raise FileNotFoundError(f'{file} is missing: expected all files of the model, download it again') from None
+    except Exception as error:          # of many kinds; torch's own texts advise to trust the file
+        raise ValueError(f'{file} is cut short or damaged ({type(error).__name__}): download it again') from None
+
+
+def read_json(file):
+    """The object in a .json file; null counts as absent."""
+    try:
+        return {key: value for key, value in json.loads(file.read_text(encoding='utf-8')).items() if value is not None}
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f'no Llama in {file.parent}: expected a folder of HF (config.json and safetensors) or '
+                                'of Meta (params.json and consolidated.00.pth)') from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f'{file} is no JSON object ({type(error).__name__}): download it again') from None
+
+
+def hf_files(folder):
+    """The weight files of an HF folder and its configuration."""
+    settings, index = read_json(folder / 'config.json'), folder / 'model.safetensors.index.json'
+    if not index.is_file():
+        return [folder / 'model.safetensors'], settings
+    names = read_json(index).get('weight_map')
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f'{index} is damaged: expected weight_map, from tensors to files; download it again')
+    return [folder / name for name in sorted(set(names.values()))], settings
+
+
+def meta_files(folder):
+    """The weight file of Meta's folder and its configuration."""
+    settings, files = read_json(folder / 'params.json'), sorted(folder.glob('consolidated.*.pth'))
+    if len(files) > 1:
+        raise ValueError(f'{folder} holds a model cut in {len(files)} for as many GPUs: expected consolidated.00.pth '
+                         'alone; take the HF folder of that model instead')
+    return [folder / 'consolidated.00.pth'], settings
+
+
+def hf_options(config):
+    """HF's configuration as options of Llama, in the classic style (rope_theta, rope_scaling) or the newer one
+    (rope_parameters). KeyError for what is missing, ValueError for what this Llama cannot do."""
+    for key, absent, value in (('model_type', None, 'llama'), ('hidden_act', 'silu', 'silu'),
+                               ('attention_bias', False, False), ('mlp_bias', False, False)):
+        if config.get(key, absent) != value:
+            raise ValueError(f'{key} is {config.get(key)!r}, expected {value!r}')
+    rope = {**config, **config.get('rope_scaling', {}), **config.get('rope_parameters', {})}
+    kind, scaling = rope.get('rope_type', rope.get('type', 'default')), None
+    if kind == 'llama3':
+        scaling = {key: float(rope[key]) for key in ('factor', 'low_freq_factor', 'high_freq_factor',
+                                                     'original_max_position_embeddings')}
+    elif kind != 'default':
+        raise ValueError(f'rope_type is {kind!r}, expected llama3 or default')
+    return dict(vocab_size=config['vocab_size'], d=config['hidden_size'], d_ff=config['intermediate_size'],
+                n_layer=config['num_hidden_layers'], n_head=config['num_attention_heads'],
+                n_kv_head=config.get('num_key_value_heads', config['num_attention_heads']),
+                head_dim=config.get('head_dim'), rope_theta=float(rope['rope_theta']), rope_scaling=scaling,
+                norm_eps=float(config['rms_norm_eps']), tied=config.get('tie_word_embeddings', False))
+
+
+def meta_options(params, shapes, rope_factor):
+    """Meta's params.json as options of Llama. shapes: of the tensors, by our names; they say the FFN's width, which the
+    file gives as a rule, the vocabulary, and by the head's absence that it is tied. KeyError for what is missing."""
+    scaling = dict(factor=rope_factor, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
+    return dict(vocab_size=shapes['tokens.weight'][0], d=params['dim'], d_ff=shapes['layers.0.ffn.gate.weight'][0],
+                n_layer=params['n_layers'], n_head=params['n_heads'],
+                n_kv_head=params.get('n_kv_heads', params['n_heads']), rope_theta=float(params['rope_theta']),
+                rope_scaling=scaling if params.get('use_scaled_rope') else None, norm_eps=float(params['norm_eps']),
+                tied='head.weight' not in shapes)
+
+
+# ---- paper B: the logic stream beside Llama, and the classifier
+
+# Classifier's choices by name
+CHOICES = dict(branch=('none', 'nogate', 'routed'), axis=('inter', 'intra'), gate_mode=('soft', 'ste'),
+               control=('paper', 'matched'), residual=('state', 'attended'), logic_dtype=('same', 'float32'))
+
+# what a model of the comparison changes in Classifier's defaults, which are inter8
+VARIANTS = dict(
+    # the paper's eight
+    baseline=dict(branch='none'),
+    nogate=dict(branch='nogate', cross_attn=False),
+    intra8=dict(axis='intra'),
+    inter8=dict(),
+    inter8_alpha01=dict(alpha=0.1),
+    inter8_learned=dict(learn_alpha=True),
+    inter16=dict(gates=16),
+    inter8_noxattn=dict(cross_attn=False),
+    # ours
+    matched=dict(branch='nogate', cross_attn=False, control='matched'),    # inter8_noxattn but for what is in the layer
+    nogate_xattn=dict(branch='nogate'),               # the cell the paper did not run: its control with cross-attention
+    scaled=dict(route_scale=True),
+)
+
+
+class CrossAttention(nn.Module):
+    """The logic state attends to the backbone's hidden states (paper B, eq 5): not causal, padding is no key."""
+
+    def __init__(self, d_logic, d, n_head=4):
+        super().__init__()
+        if d_logic % n_head:
+            raise ValueError(f'd_logic must be divisible by n_head_logic, got {d_logic} and {n_head}')
+        self.n_head = n_head
+        self.norm = RMSNorm(d_logic)
+        self.q, self.k, self.v = nn.Linear(d_logic, d_logic), nn.Linear(d, d_logic), nn.Linear(d, d_logic)
+        self.out = nn.Linear(d_logic, d_logic)
+
+    def forward(self, state_BSL, h_BSD, mask_BS):
+        """L_{t-1} [B,S,L] and H_t [B,S,D] -> the attended state [B,S,L]. mask_BS: true where a token is real."""
+        q, k, v = (z.unflatten(-1, (self.n_head, -1)).transpose(1, 2)                               # [B,h,S,L/h]
+                   for z in (self.q(self.norm(state_BSL)), self.k(h_BSD), self.v(h_BSD)))
+        y_BhSl = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BS[:, None, None])
+        return state_BSL + self.out(y_BhSl.transpose(1, 2).flatten(-2))
+
+
+class NoGateLayer(nn.Module):
+    """An MLP in LogicLayer's place: the control without routing and gates.
+
+    control 'paper': two hidden layers of 29 units at L = 256, 78% of the routed layer's parameters (the paper gives no
+    rule; elsewhere the width goes with L). 'matched': one hidden layer, of the width that comes closest to the routed
+    layer's parameters.
+    """
+
+    def __init__(self, d_logic=256, n_gates=8, window=2, control='paper', residual='attended'):
+        super().__init__()
+        self.residual = residual
+        if control == 'paper':
+            n = max(1, round(29 * d_logic / 256))
+            sizes = (d_logic, n, n, d_logic)
+        else:      # both have 3L in norms and last bias; then the MLP (2L+1) n, the routed layer 6G (L+1) + G (C+2) L
+            n = round(n_gates * (6 * (d_logic + 1) + (window + 2) * d_logic) / (2 * d_logic + 1))
+            sizes = (d_logic, n, d_logic)
+        linears = [nn.Linear(*pair) for pair in zip(sizes, sizes[1:])]
+        self.mlp = nn.Sequential(*(module for linear in linears for module in (linear, nn.GELU())))[:-1]
+        self.norm = nn.LayerNorm(d_logic)
+
+    def forward(self, attended_BSL, state_BSL, mask_BS):
+        """As LogicLayer.forward, without statistics."""
+        base_BSL = state_BSL if self.residual == 'state' else attended_BSL
+        return self.norm(base_BSL + self.mlp(attended_BSL)), {}
+
+
+class LogicStream(nn.Module):
+    """States L_t [B,S,L] beside the backbone's layers (paper B, eqs 2 to 17), one step a layer.
+
+    layer(): builds what follows the attention, a LogicLayer or a NoGateLayer. unused=True builds the cross-attention
+    without ever calling it, as the paper's control does, for counting.
+    """
+
+    def __init__(self, d, n_layer, layer, cross_attn=True, d_logic=256, n_head=4, unused=False):
+        super().__init__()
+        self.project = nn.Linear(d, d_logic)                                   # one for all layers
+        self.layers = nn.ModuleList(layer() for _ in range(n_layer))
+        attentions = [CrossAttention(d_logic, d, n_head) for _ in range(n_layer if cross_attn or unused else 0)]
+        self.attentions = nn.ModuleList(attentions if cross_attn else [])
+        self.unused = nn.ModuleList([] if cross_attn else attentions)
+
+    def step(self, t, state_BSL, h_BSD, mask_BS):
+        """L_{t-1} (None before the first layer) and layer t's output H_t [B,S,D] -> (L_t, the layer's stats)."""
+        h_BSD = h_BSD.to(self.project.weight.dtype)
+        if state_BSL is None:
+            state_BSL = self.project(h_BSD)                                    # L_0
+        if self.attentions:
+            attended_BSL = self.attentions[t](state_BSL, h_BSD, mask_BS)       # eqs 3, 5
+        else:
+            attended_BSL = self.project(h_BSD) + state_BSL
+        return self.layers[t](attended_BSL, state_BSL, mask_BS)
+
+
+class Fusion(nn.Module):
+    """H_last + alpha W_f L_last (paper B, eq 4), alpha of shape (1,), a buffer unless learned.
+
+    mlp=True, the paper's control: in W_f's place an MLP of 2L hidden units that sees H_last as well.
+    """
+
+    def __init__(self, d, d_logic=256, alpha=0.01, learn_alpha=False, mlp=False):
+        super().__init__()
+        self.mlp = mlp
+        if mlp:
+            self.write = nn.Sequential(nn.Linear(d + d_logic, 2 * d_logic), nn.GELU(), nn.Linear(2 * d_logic, d))
+        else:
+            self.write = nn.Linear(d_logic, d)
+        alpha = torch.full((1,), float(alpha))
+        if learn_alpha:
+            self.alpha = nn.Parameter(alpha)
+        else:
+            self.register_buffer('alpha', alpha)
+
+    def forward(self, h_BD, state_BL):
+        return h_BD + self.alpha * self.write(torch.cat([h_BD, state_BL], dim=-1) if self.mlp else state_BL)
+
+
+class Classifier(nn.Module):
+    """Paper B's model: Llama (built without its output head), a logic stream beside it and a head of n_classes.
+
+    branch 'none' is a linear head on the last token; 'nogate' and 'routed' add stream, fusion and an RMSNorm before the
+    head. control='paper' gives nogate the paper's control (see NoGateLayer and Fusion); 'matched' one that has routed's
+    fusion and parameters. cross_attn=False: the stream reads a projection of H_t instead. axis to route_scale: see
+    LogicLayer. logic_dtype='float32' keeps all modules but the backbone in fp32; 'same' gives them its dtype. unused:
+    see LogicStream. checkpointing recomputes each layer, with its logic step, in the backward pass. All modules but the
+    backbone start as torch initialises them. ValueError for an unknown choice.
+    """
+
+    def __init__(self, llama, n_classes=3, branch='routed', axis='inter', gates=8, window=2, tau=1.0, cross_attn=True,
+                 alpha=0.01, learn_alpha=False, gate_mode='soft', control='paper', residual='attended',
+                 route_scale=False, logic_dtype='same', d_logic=256, n_head_logic=4, unused=False,
+                 checkpointing=False):
+        super().__init__()
+        given = locals()
+        for key, choices in CHOICES.items():
+            if given[key] not in choices:
+                raise ValueError(f'unknown {key} {given[key]!r}: expected one of {", ".join(choices)}')
+        if min(gates, window, tau) <= 0:
+            raise ValueError(f'gates, window and tau must be positive, got {gates}, {window} and {tau}')
+        self.llama, self.checkpointing = llama, checkpointing
+        self.stream = self.fusion = self.norm = None
+        d, embedding = llama.tokens.embedding_dim, llama.tokens.weight
+        if branch != 'none':
+            def layer():
+                if branch == 'routed':
+                    return LogicLayer(d_logic, gates, window, axis, tau, gate_mode, residual, route_scale)
+                return NoGateLayer(d_logic, gates, window, control, residual)
+
+            mlp = branch == 'nogate' and control == 'paper'
+            self.stream = LogicStream(d, len(llama.layers), layer, cross_attn, d_logic, n_head_logic, unused and mlp)
+            self.fusion = Fusion(d, d_logic, alpha, learn_alpha, mlp)
+            self.norm = RMSNorm(d)
+        self.head = nn.Linear(d, n_classes)
+        for module in self.children():
+            if module is not llama:
+                module.to(embedding.device, torch.float32 if logic_dtype == 'float32' else embedding.dtype)
+
+    def layer_and_step(self, t, h_BSD, state_BSL, mask_BS, context):
+        """Layer t and its logic step: H_{t-1}, L_{t-1} -> H_t, L_t, stats."""
+        h_BSD = self.llama.layers[t](h_BSD, *context)
+        if self.stream is None:
+            return h_BSD, None, {}
+        return h_BSD, *self.stream.step(t, state_BSL, h_BSD, mask_BS)
+
+    def forward(self, ids_BS, mask_BS, labels_B=None):
+        """Token ids and a mask, true or 1 where a token is real -> (logits [B,n_classes] in fp32, stats); with labels
+        -> (mean cross-entropy in nats, stats). Padding may be on either side; each row needs a real token.
+
+        stats, detached, over real tokens: entropy and fired (means over layers) and routing [n_layer,3G] if routed (see
+        LogicLayer), alpha [0-d] unless the branch is none.
+        """
+        mask_BS = mask_BS.bool()
+        h_BSD, context = self.llama.embed(ids_BS, mask_BS)
+        state_BSL, layer_stats = None, []
+        for t in range(len(self.llama.layers)):
+            step = (t, h_BSD, state_BSL, mask_BS, context)
+            if self.checkpointing:                                   # nothing is random inside, so no state to restore
+                h_BSD, state_BSL, stats = checkpoint(self.layer_and_step, *step, use_reentrant=False,
+                                                     preserve_rng_state=False)
+            else:
+                h_BSD, state_BSL, stats = self.layer_and_step(*step)
+            layer_stats.append(stats)
+        # final norm, fusion and head treat each token by itself, so only the last real one goes through them
+        rows = torch.arange(len(ids_BS), device=ids_BS.device)
+        last_B = (mask_BS * torch.arange(ids_BS.size(1), device=ids_BS.device)).argmax(1)
+        x_BD = self.llama.norm(h_BSD[rows, last_B])                                                 # H_last
+        stats = {}
+        if self.stream is not None:
+            x_BD = self.norm(self.fusion(x_BD, state_BSL[rows, last_B]))                            # eq 4
+            stats['alpha'] = self.fusion.alpha.detach().float().mean()
+            if layer_stats[0]:
+                stats |= {key: torch.stack([row[key] for row in layer_stats]) for key in layer_stats[0]}
+                stats |= {key: stats[key].mean() for key in ('entropy', 'fired')}
+        logits_BN = self.head(x_BD.to(self.head.weight.dtype)).float()
+        return (logits_BN if labels_B is None else F.cross_entropy(logits_BN, labels_B)), stats
+
+    def num_params(self):
+        """(trainable, used in forward): the paper's control builds cross-attention that it never calls."""
+        trainable = sum(p.numel() for p in self.parameters())
+        unused = sum(p.numel() for p in self.stream.unused.parameters()) if self.stream else 0
+        return trainable, trainable - unused

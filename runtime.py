@@ -36,7 +36,8 @@ SWITCH = {'on': True, 'true': True, 'off': False, 'false': False}
 WANTED = {bool: 'on or off', int: 'a whole number of at most 63 bits', float: 'a finite number', str: 'text'}
 LIMIT = {int: 2 ** 63, float: math.inf}
 # All that --overwrite may delete; .tmp is what a kill in the middle of a save leaves.
-RUN_FILES = [name + end for name in ('config.json', 'log.jsonl', '*.pt') for end in ('', '.tmp')]
+RUN_FILES = [name + end for name in ('config.json', 'log.jsonl', 'eval.json', 'result.json', '*.pt')
+             for end in ('', '.tmp')]
 
 
 def speaks():
@@ -53,27 +54,35 @@ def fail(message, status=2):
 
 # ---- command line
 
-def configure(script, defaults, presets=None, choices=None, argv=None, positional=None):
-    """The settings of a run, as a dict: defaults < saved (with --resume) < preset < keys given.
+def configure(script, defaults, presets=None, choices=None, argv=None, positional=None, rows=None):
+    """The settings of a run, as a dict: defaults < saved (with --resume) < rows < keys given.
 
-    script is the caller's __file__, whose source gives --help its text; presets maps a name to some of the keys;
-    choices maps a key to the values allowed; positional names the key that one bare word may set. A value takes the
-    type of its default. The result has every key of defaults, and 'preset' ('' if none). Every mistake is fail().
+    script is the caller's __file__, whose source gives --help its text; presets maps a name to some of the keys, the
+    row that --preset=NAME brings; rows maps more keys to such rows by the key's value, the later over the earlier, with
+    'preset' among them where presets is None; choices maps a key to the values allowed; positional names the key that
+    one bare word may set. A value takes the type of its default. The result has every key of defaults, and 'preset'
+    ('' if none). Every mistake is fail().
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    defaults, choices, rows = dict(defaults), dict(choices or {}), {**(rows or {})}
+    rows = rows if 'preset' in rows else {'preset': presets or {}, **rows}
     if '--help' in words or '-h' in words:
         if speaks():
-            print(help_text(script, defaults, presets or {}))
+            print(help_text(script, defaults, rows))
         raise SystemExit(0)
-    defaults, choices = dict(defaults), dict(choices or {})
-    if presets:
-        defaults['preset'], choices['preset'] = '', [*presets, '']
+    if rows['preset']:
+        defaults['preset'], choices['preset'] = '', [*rows['preset'], '']
     given = read_words(words, defaults, positional)
-    given = {**(presets or {}).get(given.get('preset'), {}), **given}
-    config = {'preset': '', **defaults, **given}
+
+    def brought(names):
+        return {key: value for name, row in rows.items() for key, value in row.get(names.get(name), {}).items()}
+
+    named = {**defaults, **given}
+    named = {**defaults, **brought(named), **given}             # a row may name another, as a preset its task
+    config = {'preset': '', **defaults, **brought(named), **given}
     if config.get('resume'):
         saved = resumed(script, config, defaults)
-        config = {**config, **saved, **given, 'out_dir': saved['out_dir']}
+        config = {**config, **saved, **brought(given), **given, 'out_dir': saved['out_dir']}
     for key, allowed in choices.items():
         if config[key] not in allowed:
             fail(f'--{key}={shown(config[key])}: expected one of {", ".join(map(shown, allowed))}')
@@ -145,15 +154,16 @@ def resumed(script, config, defaults):
     return {**saved, 'out_dir': str(folder)}
 
 
-def help_text(script, defaults, presets):
-    """The script's docstring, its presets, and each key with its default and the comment beside it in the source."""
+def help_text(script, defaults, rows):
+    """The script's docstring, each key with its default and the comment beside it in the source, and the rows."""
     source = Path(script).read_text(encoding='utf-8')
     lines = [ast.get_docstring(ast.parse(source)) or '', '', 'settings, --key=value:']
     for key, comment in key_comments(source, defaults):
         setting = f'--{key}={shown(defaults[key])}' if key else ''
         lines.append(f'  {setting:<30}  {comment}'.rstrip() if key else f'\n  {comment}')
-    for name, row in presets.items():
-        lines.append(f'\n--preset={name} means ' + ' '.join(f'--{key}={shown(value)}' for key, value in row.items()))
+    for key, name, row in [(key, name, row) for key in rows for name, row in rows[key].items()]:
+        lines.append(f'\n--{key}={name} means ' + (' '.join(f'--{key}={shown(value)}' for key, value in row.items())
+                                                   or 'the defaults'))
     return '\n'.join(lines)
 
 
@@ -442,6 +452,88 @@ class StopSignal:
     def agreed(self, run):
         """The signal that any process has received, the same in all of them, or 0. All must call it at each step."""
         return self.signum if run.world == 1 else int(all_reduced([self.signum], dist.ReduceOp.MAX)[0])
+
+
+# ---- many runs
+
+class Diverged(Exception):
+    """A loss or gradient that is not finite at `step`; `loss` is the last that was."""
+
+    def __init__(self, step, loss):
+        super().__init__(f'diverged at step {step}: loss or gradient not finite; last finite loss {loss:.4f}')
+        self.step, self.loss = step, loss
+
+
+def study(name, rows, config, run, stop, train, summarize):
+    """Trains each row (settings over config) with each seed, in folders below out/NAME, and goes on where it was left.
+
+    train(settings, run, stop) returns a run's result or raises Diverged; summarize(result, settings, folder) adds what
+    the log says. Returns {row: [result of each seed]}; a run that diverged has diverged_at and last_loss.
+    """
+    if run.world > 1:
+        fail(f'{name} trains one model after another: run it without torchrun')
+    if config.get('max_steps', 1) < 1:
+        fail(f'max_steps={config["max_steps"]}: a study compares trained models, expected at least 1')
+    try:
+        seeds = [int(seed) for seed in config['seeds'].split(',')]
+    except ValueError:
+        fail(f'seeds={config["seeds"]}: expected whole numbers with commas between, such as 1,2,3')
+    results = {}
+    for row, seed in [(row, seed) for seed in seeds for row in rows]:
+        folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
+        settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
+        if settings['resume']:
+            made = json.loads((folder / 'config.json').read_text())
+            for key in set(config) - {'resume', 'overwrite', 'device', 'seeds', 'preset', 'variants'}:
+                if made.get(key, settings[key]) != settings[key]:
+                    fail(f'{folder} was made with {key}={made[key]}, not {settings[key]}: move it away to begin anew')
+        if not (folder / 'result.json').exists():
+            try:
+                outcome = train(settings, run, stop)
+            except Diverged as error:
+                outcome = dict(diverged_at=error.step, last_loss=error.loss)
+            if 'interrupted' in outcome:
+                fail(f'interrupted in {row}, seed {seed}: the same command goes on from there',
+                     status=128 + outcome['interrupted'])
+            write_json(folder / 'result.json', summarize(outcome, settings, folder), indent=None)
+        results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
+    return results
+
+
+def spread(values, digits=3):
+    """'mean ± sd' over seeds; None is left out."""
+    values = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if not len(values):
+        return ''
+    return f'{values.mean():.{digits}f}' + (f' ± {values.std():.{digits}f}' if len(values) > 1 else '')
+
+
+def write_json(path, value, indent=1):
+    """value, as plain has it, in the file path, whose folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda file: file.write((json.dumps(plain(value), indent=indent) + '\n').encode()))
+
+
+def table(header, lines):
+    """A Markdown table."""
+    rows = [header, ['---'] * len(header), *lines]
+    return '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in rows) + '\n'
+
+
+def write_text(path, text):
+    """text in the file path, whose folder is made if need be, and on the screen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda file: file.write(text.encode()))
+    print('\n' + text, flush=True)
+
+
+def pyplot():
+    """matplotlib.pyplot without a screen, in the style of all figures."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    plt.rcParams |= {'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False}
+    return plt
 
 
 # ---- result

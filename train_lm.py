@@ -27,9 +27,10 @@ from tqdm import tqdm
 
 import prepare
 from evaluate import mean_loss, pair_accuracy, windows
-from model import FFN_KINDS, GPT, param_groups
-from runtime import (Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights, open_run,
-                     precision, replace_file, result, save_checkpoint, write_config)
+from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
+from runtime import (Diverged, Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights,
+                     open_run, precision, pyplot, result, save_checkpoint, spread, study, table,
+                     write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -83,8 +84,6 @@ PRESETS = dict(
 )
 CHOICES = dict(ffn=FFN_KINDS, quant_form=('corrected', 'printed'), op_init=('normal', 'zero'),
                dtype=('bfloat16', 'float32'))
-MODEL_KEYS = ('block_size', 'n_layer', 'n_head', 'n_embd', 'ffn', 'bool_frac', 'quant', 'quant_frac', 'quant_form',
-              'bound_write', 'highway', 'op_init')
 
 NC_QUANT = dict(ffn='nc', quant=True)
 COMPARE = {
@@ -105,14 +104,6 @@ BOUNDARY = {f'{frac:g}, {remedy}': HARSH | dict(ffn='nc', bool_frac=frac, **keys
 
 # bf16 operations a second without sparsity, as the makers publish them; by name, the first that fits
 PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'RTX 4090': 165e12}
-
-
-class Diverged(Exception):
-    """A loss or gradient that is not finite at `step`; `loss` is the last that was."""
-
-    def __init__(self, step, loss):
-        super().__init__(f'diverged at step {step}: loss or gradient not finite; last finite loss {loss:.4f}')
-        self.step, self.loss = step, loss
 
 
 # ---- data
@@ -146,19 +137,14 @@ def batch_at(ids, starts, block_size, device):
 
 @torch.no_grad()
 def saturation(model, ids_BT):
-    """Share of memberships within 0.05 of 0 or 1, where their gradient dies: the mean over layers and over the operands
-    a and b and the quantified q. None without Boolean units."""
+    """Share of memberships close to 0 or 1 (FFN.saturation), the mean over layers. None without Boolean units."""
     shares = []
-
-    def read(ffn, inputs):
-        memberships = ffn.memberships(inputs[0]).values()
-        shares.extend(((m < 0.05) | (m > 0.95)).float().mean().item() for m in memberships if m.numel())
-
-    hooks = [block.ffn.register_forward_pre_hook(read) for block in model.blocks]
+    hooks = [block.ffn.register_forward_pre_hook(lambda ffn, inputs: shares.append(ffn.saturation(inputs[0])))
+             for block in model.blocks]
     model(ids_BT)
     for hook in hooks:
         hook.remove()
-    return sum(shares) / len(shares) if shares else None
+    return None if None in shares else sum(share.item() for share in shares) / len(shares)
 
 
 def memory(model):
@@ -370,74 +356,28 @@ def count_params(config):
                 params_ffn=sum(p.numel() for p in asked.blocks[0].ffn.parameters()))
 
 
-def study(name, rows, config, run, stop):
-    """Trains each row (settings over config) with each seed, in folders below out/NAME, and goes on where it was left.
-
-    Returns {row: [result of each seed]}. A result holds what train returns, or diverged_at; the curve of measurements;
-    the last saturation; and signs of instability in the log: rise, the most that the training loss rose over its lowest
-    value before, and spike, the largest gradient norm after the warm-up over the median one.
-    """
-    if run.world > 1:
-        fail(f'--{name} trains one model after another: run it without torchrun')
-    if config['max_steps'] < 1:
-        fail(f'max_steps={config["max_steps"]}: --{name} compares trained models, expected at least 1')
-    try:
-        seeds = [int(seed) for seed in config['seeds'].split(',')]
-    except ValueError:
-        fail(f'seeds={config["seeds"]}: expected whole numbers with commas between, such as 1,2,3')
-    results = {}
-    for row, seed in [(row, seed) for seed in seeds for row in rows]:
-        folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
-        settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
-        if settings['resume']:
-            made = json.loads((folder / 'config.json').read_text())
-            for key in set(DEFAULTS) - {'resume', 'overwrite', 'device', 'seeds'}:
-                if made.get(key, settings[key]) != settings[key]:
-                    fail(f'{folder} was made with {key}={made[key]}, not {settings[key]}: move it away to begin anew')
-        if not (folder / 'result.json').exists():
-            try:
-                outcome = train(settings, run, stop)
-            except Diverged as error:
-                outcome = dict(diverged_at=error.step, last_loss=error.loss)
-            if 'interrupted' in outcome:
-                fail(f'interrupted in {row}, seed {seed}: the same command goes on from there',
-                     status=128 + outcome['interrupted'])
-            lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-            losses = [line['loss'] for line in lines if 'loss' in line]
-            norms = [line['grad_norm'] for line in lines if 'loss' in line and line['step'] > settings['warmup']]
-            outcome['curve'] = [line for line in lines if 'val_loss' in line]
-            outcome['saturation'] = outcome['curve'][-1]['saturation']
-            outcome['rise'] = max((loss - min(losses[:i + 1]) for i, loss in enumerate(losses)), default=0.0)
-            outcome['spike'] = max(norms) / float(np.median(norms)) if norms else None
-            replace_file(folder / 'result.json', lambda file: file.write(json.dumps(outcome).encode()))
-        results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
-    return results
-
-
-def spread(values, digits=3):
-    """'mean ± sd' over seeds."""
-    values = np.array([value for value in values if value is not None], dtype=float)
-    if not len(values):
-        return ''
-    return f'{values.mean():.{digits}f}' + (f' ± {values.std(ddof=1):.{digits}f}' if len(values) > 1 else '')
+def signs(outcome, settings, folder):
+    """Adds to a run's result the curve of measurements, the last saturation, and signs of instability in the log: rise,
+    the most that the training loss rose over its lowest value before, and spike, the largest gradient norm after the
+    warm-up over the median one."""
+    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    losses = [line['loss'] for line in lines if 'loss' in line]
+    norms = [line['grad_norm'] for line in lines if 'loss' in line and line['step'] > settings['warmup']]
+    outcome['curve'] = [line for line in lines if 'val_loss' in line]
+    outcome['saturation'] = outcome['curve'][-1]['saturation']
+    outcome['rise'] = max((loss - min(losses[:i + 1]) for i, loss in enumerate(losses)), default=0.0)
+    outcome['spike'] = max(norms) / float(np.median(norms)) if norms else None
+    return outcome
 
 
 def publish(name, results, config, header, lines, draw):
     """Writes results/NAME.json, .md and .png, and prints the table."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    plt.rcParams |= {'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False}
-    Path('results').mkdir(exist_ok=True)
     settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
-    record = dict(config=settings, torch=torch.__version__, results=results)
-    Path('results', f'{name}.json').write_text(json.dumps(record, indent=1) + '\n')
-    table = '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in [header, ['---'] * len(header), *lines])
-    Path('results', f'{name}.md').write_text(table + '\n')
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
+    write_json(Path('results', f'{name}.json'), dict(config=settings, torch=torch.__version__, results=results))
+    write_text(Path('results', f'{name}.md'), table(header, lines))
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.8), layout='constrained')
     draw(*axes)
     figure.savefig(Path('results', f'{name}.png'), dpi=150)
-    print('\n' + table, flush=True)
 
 
 COLORS = ('#666666', '#0072b2', '#d55e00')
@@ -445,7 +385,7 @@ COLORS = ('#666666', '#0072b2', '#d55e00')
 
 def compare(config, run, stop):
     """Claims A1, A4, A10, A13 of paper A at small size: loss, licensing accuracy and half-lives by kind of FFN."""
-    results = study('compare', COMPARE, config, run, stop)
+    results = study('compare', COMPARE, config, run, stop, train, signs)
     lines = []
     for row, runs in results.items():
         of = lambda key, digits: spread([r.get(key) for r in runs], digits)
@@ -476,7 +416,7 @@ def compare(config, run, stop):
 
 def boundary(config, run, stop):
     """Claim A9 of paper A at small size: what the Boolean fraction and the remedies do at BOUNDARY's learning rate."""
-    results = study('boundary', BOUNDARY, config, run, stop)
+    results = study('boundary', BOUNDARY, config, run, stop, train, signs)
     losses = {row: [r['val_loss'] for r in runs if 'diverged_at' not in r] for row, runs in results.items()}
     saturations = {row: [r['saturation'] for r in runs] for row, runs in results.items()}
     lines = []

@@ -754,7 +754,8 @@ def test_a_study_trains_each_row_with_each_seed_once(data, train, monkeypatch, c
     trained, gradients = [], train_lm.gradients
     monkeypatch.setattr(train_lm, 'gradients', lambda *args: trained.append(args[3]) or gradients(*args))
     config = configure(*SMALL, f'--data_dir={data}', '--max_steps=4', '--eval_every=2', '--seeds=1,2')
-    study = lambda stop, **more: train_lm.study('trial', ROWS, config | more, ALONE, stop)
+    study = lambda stop, **more: train_lm.study('trial', ROWS, config | more, ALONE, stop, train_lm.train,
+                                                train_lm.signs)
     with pytest.raises(SystemExit) as end:
         study(stop_after(5))                                    # in the second run
     assert end.value.code == 128 + signal.SIGTERM
@@ -806,9 +807,10 @@ def test_a_study_writes_numbers_table_and_figure(small, monkeypatch, name, n_row
 
 def test_a_study_is_for_one_process(data, capsys):
     with pytest.raises(SystemExit) as end:
-        train_lm.study('trial', ROWS, configure(*SMALL), SimpleNamespace(**vars(ALONE) | dict(world=2)), NEVER)
+        train_lm.study('trial', ROWS, configure(*SMALL), SimpleNamespace(**vars(ALONE) | dict(world=2)), NEVER,
+                       train_lm.train, train_lm.signs)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count('\n') == 1 and '--trial' in err and not Path('out').exists()
+    assert end.value.code == 2 and err.count('\n') == 1 and 'trial' in err and not Path('out').exists()
 
 
 def test_a_run_is_not_resumed_as_another_function(train, capsys):

@@ -1,0 +1,576 @@
+"""Fine-tunes Llama with a logic stream beside its layers as a classifier of three labels (paper B).
+
+    python train_cls.py --preset=tiny --variant=inter8                        # a CPU, a minute, makes its own data
+    python train_cls.py --backbone=FOLDER --task=proofwriter --variant=inter8 # one GPU: the paper's run
+    torchrun --nproc_per_node=8 train_cls.py --backbone=FOLDER --task=mnli    # eight; one step for all of them
+
+    python train_cls.py --count_params                                        # Table 2 of the paper; needs no weights
+    python train_cls.py --preset=tiny --variants=table1 --seeds=42,777,123    # every run of a table, then the table
+    python train_cls.py --summarize=tests/paper_b_runs.json                   # the paper's tables from its own runs
+    python train_cls.py --resume --out_dir=latest                             # continues a run
+
+FOLDER is a Llama of HF or of Meta; without one a Llama of the given shape starts from scratch on the words of the
+training split. A variant is a row of model.VARIANTS, and each key of a row can be given for itself. --preset=fair is the
+paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches.
+
+batch_size counts the examples of a step over all processes; a step's examples are a function of (seed, step). A loss
+or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import prepare
+from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
+from runtime import (Diverged, Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights,
+                     open_run, pyplot, result, save_checkpoint, spread, study, table, write_config,
+                     write_json, write_text)
+
+DEFAULTS = dict(
+    # the run
+    out_dir='',                 # folder of the run; '' is a new dated one below out/cls
+    resume=False,               # continue the run in out_dir
+    overwrite=False,            # replace the run in out_dir
+    seed=42,                    # draws the subsets, the new modules' weights and the order of the data
+    device='auto',              # auto | cpu | cuda | mps
+    dtype='bfloat16',           # of the weights, as in the paper: bfloat16 | float32
+    # the data
+    task='proofwriter',         # rulebase | proofwriter | mnli | multi (the last two, half and half)
+    data_dir='data',            # where prepare.py writes
+    n_train=10_000,             # training examples, drawn by the seed; 0 is all
+    n_val=5_000,                # validation examples, drawn by the seed; 0 is all
+    max_tokens=250,             # longest input; the context loses its beginning
+    # the backbone
+    backbone='',                # folder of a Llama; '' is one from scratch, of this shape:
+    n_layer=32,                 # layers (Llama-3.1-8B's here and below)
+    n_head=32,                  # attention heads
+    n_kv_head=8,                # heads of keys and values
+    n_embd=4096,                # width D
+    d_ff=14336,                 # hidden units of a feed-forward layer
+    rope_factor=8.0,            # for Meta's folders: 8 is Llama 3.1, 32 Llama 3.2
+    # the variant: a row of model.VARIANTS over these
+    variant='inter8',           # baseline | nogate | intra8 | inter8 | ... (--help ends with all)
+    branch='routed',            # none | nogate | routed
+    axis='inter',               # windows along tokens (inter) or along gates (intra)
+    gates=8,                    # G, gates of each of AND, OR and NOT
+    window=2,                   # C, how many values a gate combines
+    tau=1.0,                    # temperature of the routing
+    cross_attn=True,            # the logic state attends to the backbone's layers
+    alpha=0.01,                 # weight of the branch in the fusion
+    learn_alpha=False,          # alpha is a parameter
+    gate_mode='soft',           # soft | ste (gates fire or do not, straight-through gradient)
+    control='paper',            # nogate: the paper's control, or one that is matched in parameters and fusion
+    residual='attended',        # what eq 17 adds to: the attended state (as released) or the state (as printed)
+    route_scale=False,          # u = min(3G pi, 1) s in place of pi s
+    logic_dtype='same',         # of all modules but the backbone: same | float32
+    d_logic=256,                # L, width of the logic state
+    n_head_logic=4,             # heads of the cross-attention
+    # optimisation: AdamW at a constant rate
+    batch_size=30,              # examples a step over all processes
+    micro_batch=30,             # examples a process computes at once
+    eval_batch=30,              # the same in validation
+    epochs=3,                   # passes over the training examples
+    warmup=0,                   # steps in which the rate grows to lr
+    lr=1e-5,                    # learning rate
+    alpha_lr=2e-4,              # of a learned alpha
+    weight_decay=0.01,          # on everything but alpha
+    grad_clip=0.0,              # largest gradient norm; 0 is none
+    checkpointing=True,         # recompute each layer in the backward pass
+    # what is written down
+    log_every=10,               # steps between lines in log.jsonl
+    # instead of training one model
+    count_params=False,         # print Table 2 for this shape and stop
+    variants='',                # train each of table1 | table3 | table4 | table5 | all, or of names with commas
+    seeds='42,777,123',         # with each of these
+    summarize='',               # print the tables of a file of finished runs
+)
+# what each task changes in the paper (its appendices A to C)
+TASKS = dict(
+    rulebase=dict(),
+    proofwriter=dict(),
+    mnli=dict(n_train=5_000, n_val=500, batch_size=20, micro_batch=20, eval_batch=10, epochs=2, alpha=0.1,
+              learn_alpha=True, checkpointing=False),
+    multi=dict(n_val=1_000, batch_size=20, micro_batch=20, eval_batch=100, epochs=6, alpha=0.1, learn_alpha=True),
+)
+PRESETS = dict(
+    tiny=dict(task='rulebase', n_train=0, n_val=2_000, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, d_ff=256, d_logic=64,
+              batch_size=32, micro_batch=32, eval_batch=200, epochs=1, warmup=50, lr=1e-3, alpha_lr=1e-2, grad_clip=1.0,
+              checkpointing=False, dtype='float32'),
+    fair=dict(logic_dtype='float32', residual='state', control='matched'),
+)
+LOGIC_KEYS = ('branch', 'axis', 'gates', 'window', 'tau', 'cross_attn', 'alpha', 'learn_alpha', 'gate_mode', 'control',
+              'residual', 'route_scale', 'logic_dtype', 'd_logic', 'n_head_logic')
+TABLES = dict(
+    table1=('baseline', 'nogate', 'intra8', 'inter8', 'inter8_alpha01', 'inter8_learned', 'inter16', 'inter8_noxattn'),
+    table3=('nogate', 'intra8', 'inter8'),
+    table4=('nogate', 'inter8'),
+    table5=('inter8', 'inter8_noxattn', 'nogate'),
+    all=tuple(VARIANTS),
+)
+TABLE_ROWS = dict(table3=dict(task='mnli'), table4=dict(task='multi'))
+# differences that the paper tests, over the runs of a seed: the first minus the second
+PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
+         ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'),
+         ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
+         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'))
+# two-sided 95% points of Student's t by degrees of freedom
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+# ---- data
+
+def open_data(config, run):
+    """(examples by split, tokenizer, parts) of the task: an example has ids, label, depth and task; parts are the tasks.
+
+    Those of multi alternate, so that every even batch is half and half.
+    """
+    parts = ('proofwriter', 'mnli') if config['task'] == 'multi' else (config['task'],)
+    where = config['data_dir']
+    if parts == ('rulebase',) and run.main and not Path(where, 'rulebase', 'meta.json').exists():
+        prepare.make_rulebase(where)
+    all_sum(0)                                                  # the others wait here
+    loaded = {part: prepare.load_examples(where, part) for part in parts}
+    if config['backbone']:
+        tokenizer = prepare.llama_tokenizer(config['backbone'])
+    else:
+        words = sorted({word for _, meta in loaded.values() for word in meta['words']})
+        tokenizer = prepare.get_tokenizer('words', words)
+    examples = {}
+    for split, n in (('train', config['n_train']), ('validation', config['n_val'])):
+        rows = [prepare.subset(loaded[part][0][split], -(-n // len(parts)), config['seed']) for part in parts]
+        rows = [part[:min(map(len, rows))] for part in rows]
+        examples[split] = [
+            dict(ids=prepare.encode_example(tokenizer, row, loaded[part][1]['template'], config['max_tokens']),
+                 label=row['label'], depth=row['depth'], task=part)
+            for mixed in zip(*rows) for part, row in zip(parts, mixed)]
+    return examples, tokenizer, parts
+
+
+def order_of(n, parts, config, epoch):
+    """The order of n training examples in an epoch: each part is shuffled by itself, so that parts still alternate."""
+    draw = np.random.default_rng([config['seed'], epoch])
+    return np.stack([parts * draw.permutation(n // parts) + part for part in range(parts)], axis=1).ravel()
+
+
+def batch_of(examples, pad, device):
+    """(ids_BS, mask_BS, labels_B) of examples, padded on the right."""
+    ids_BS, mask_BS = prepare.collate([example['ids'] for example in examples], pad)
+    return ids_BS.to(device), mask_BS.to(device), torch.tensor([e['label'] for e in examples], device=device)
+
+
+# ---- what is measured
+
+@torch.no_grad()
+def measure(model, examples, pad, config, run):
+    """Validation of the model as it stands, over all processes: loss (nats), accuracy, accuracy by proof depth and, where
+    there are several, by task; statistics of the routing over all real tokens (see Classifier.forward)."""
+    groups = [f'depth {example["depth"]}' if example['depth'] is not None else 'unknown' for example in examples]
+    tasks = [example['task'] for example in examples]
+    names = [*sorted(set(groups)), *sorted(set(tasks))]
+    count = {name: [0, 0] for name in names}                    # right, all
+    loss, tokens, routing = 0.0, 0, 0.0
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i]['ids']))
+    batches = [order[i:i + config['eval_batch']] for i in range(0, len(order), config['eval_batch'])]
+    model.eval()
+    for batch in batches[run.rank::run.world]:
+        ids_BS, mask_BS, labels_B = batch_of([examples[i] for i in batch], pad, run.device)
+        logits_BN, stats = model(ids_BS, mask_BS)
+        loss += F.cross_entropy(logits_BN, labels_B, reduction='sum').item()
+        for i, right in zip(batch, (logits_BN.argmax(dim=-1) == labels_B).tolist()):
+            for name in (groups[i], tasks[i]):
+                count[name][0] += right
+                count[name][1] += 1
+        if 'routing' in stats:
+            real = int(mask_BS.sum())
+            tokens += real
+            routing = routing + real * torch.cat([stats['routing'].flatten(), stats['entropy'][None],
+                                                  stats['fired'][None]]).double().cpu()
+    model.train()
+    loss, tokens, *counts = all_sum(loss, tokens, *(number for name in names for number in count[name]))
+    count = dict(zip(names, zip(counts[::2], counts[1::2])))
+    right = sum(count[name][0] for name in set(tasks))
+    record = dict(val_loss=loss / len(examples), val_accuracy=right / len(examples),
+                  accuracy_by_depth={name: count[name][0] / count[name][1] for name in sorted(set(groups))})
+    if len(set(tasks)) > 1:
+        record['accuracy_by_task'] = {name: count[name][0] / count[name][1] for name in sorted(set(tasks))}
+    if model.fusion is not None:
+        record['alpha'] = model.fusion.alpha.item()
+    if config['branch'] == 'routed':
+        gates = 3 * config['gates'] * len(model.llama.layers)
+        numbers = [number / tokens for number in
+                   all_sum(*(routing.tolist() if tokens and torch.is_tensor(routing) else [0.0] * (gates + 2)))]
+        record |= dict(entropy=numbers[gates], fired=numbers[gates + 1],
+                       routing=torch.tensor(numbers[:gates]).view(len(model.llama.layers), -1).tolist())
+    return record
+
+
+# ---- training
+
+def check(config, run):
+    """Ends in one line where the numbers do not fit."""
+    for key in ('batch_size', 'micro_batch', 'eval_batch', 'max_tokens', 'log_every', 'd_logic', 'n_head_logic',
+                'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff'):
+        if config[key] < 1:
+            fail(f'{key}={config[key]}: expected at least 1')
+    for key in ('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip', 'seed'):
+        if config[key] < 0:
+            fail(f'{key}={config[key]}: expected no negative number')
+    if config['task'] == 'multi' and config['batch_size'] % 2:
+        fail(f'batch_size={config["batch_size"]}: multi halves each batch, expected an even number')
+
+
+def llama_of(config, vocab_size):
+    """A Llama of the given shape, from scratch."""
+    return Llama(vocab_size, config['n_embd'], config['d_ff'], config['n_layer'], config['n_head'], config['n_kv_head'],
+                 head=False)
+
+
+def build(config, vocab_size, run):
+    """The classifier on its device: the backbone as stored or from scratch, all else drawn by the seed."""
+    dtype = getattr(torch, config['dtype'])
+    torch.manual_seed(config['seed'])
+    if config['backbone']:
+        llama = load_llama(config['backbone'], dtype, run.device, rope_factor=config['rope_factor'])
+        if vocab_size > llama.tokens.num_embeddings:
+            raise ValueError(f'the tokenizer in {config["backbone"]} has {vocab_size} tokens, its model only '
+                             f'{llama.tokens.num_embeddings}: expected the files of one model')
+    else:
+        llama = llama_of(config, vocab_size).to(run.device, dtype)
+    return Classifier(llama, checkpointing=config['checkpointing'], **{key: config[key] for key in LOGIC_KEYS})
+
+
+def optimizer_of(model, config):
+    """AdamW; a learned alpha has its own rate and no decay."""
+    alpha = [p for name, p in model.named_parameters() if name == 'fusion.alpha']
+    rest = [p for name, p in model.named_parameters() if name != 'fusion.alpha']
+    assert len(alpha) + len(rest) == len(list(model.parameters()))
+    groups = [dict(params=rest, weight_decay=config['weight_decay'], rate=config['lr']),
+              dict(params=alpha, weight_decay=0.0, rate=config['alpha_lr'])]
+    return torch.optim.AdamW(groups, lr=config['lr'])
+
+
+def gradients(net, model, batch, pad, config, run):
+    """Accumulates the gradients of one step's batch, the mean over all processes' examples, and clips them. Returns
+    (loss, norm before clipping)."""
+    mine = batch[run.rank::run.world]
+    weight = run.world / len(batch)                             # the processes' gradients are averaged
+    if not mine:                                                # more processes than examples: take part, add nothing
+        mine, weight = batch[:1], 0.0
+    loss = 0.0
+    for first in range(0, len(mine), config['micro_batch']):
+        part = mine[first:first + config['micro_batch']]
+        if run.world > 1:                                       # exchange gradients once, at the end
+            net.require_backward_grad_sync = first + len(part) == len(mine)
+        part_loss = net(*batch_of(part, pad, run.device))[0] * (len(part) * weight)
+        part_loss.backward()
+        loss += part_loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or math.inf)
+    return all_sum(loss)[0] / run.world, norm.item()
+
+
+def restore(path, model, optimizer, config, device):
+    """Loads a checkpoint into model and optimizer. Returns the loop's state, in the order of the list."""
+    saved = load_checkpoint(path, device)
+    load_weights(model, saved['model'], path)
+    asked = [{key: group[key] for key in ('weight_decay', 'rate')} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved['optimizer'])
+        state = [saved[key] for key in ('step', 'measured', 'last_loss', 'norms', 'record')]
+        keys = (*LOGIC_KEYS, 'task', 'n_train', 'batch_size', 'backbone')
+        changed = [key for key in keys if saved['config'][key] != config[key]]
+    except (KeyError, ValueError, TypeError) as error:
+        fail(f'{path} is no checkpoint of train_cls.py, or is damaged ({type(error).__name__})')
+    if changed:
+        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
+             'resume it as it was, or begin another')
+    for group, settings in zip(optimizer.param_groups, asked):
+        group |= settings                                       # the saved ones came along with the optimizer's state
+    return state
+
+
+def train(config, run, stop):
+    """One run, to its last epoch or a signal. Returns its result; raises Diverged."""
+    check(config, run)
+    if not config['backbone'] and config['preset'] != 'tiny' and config['n_embd'] == DEFAULTS['n_embd']:
+        fail('no backbone: give --backbone=FOLDER, a Llama of HF or of Meta; or --preset=tiny, which needs none')
+    try:
+        examples, tokenizer, parts = open_data(config, run)
+        model = build(config, tokenizer.vocab_size, run)
+    except (ValueError, OSError) as error:
+        fail(error)
+    shown, held = examples['train'], examples['validation']
+    labels = [example['label'] for example in held]
+    majority = max(map(labels.count, set(labels))) / len(labels)
+    trainable, used = model.num_params()
+    optimizer = optimizer_of(model, config)
+    per_epoch = -(-len(shown) // config['batch_size'])
+    last = config['epochs'] * per_epoch
+    step, measured, last_loss, norms, record = 0, -1, math.nan, [], {}
+
+    folder = open_run('cls', config, run) if last else None     # --epochs=0 leaves nothing behind
+    logged = None
+    if folder and config['resume']:
+        logged = -1
+        if (folder / 'last.pt').exists():
+            step, measured, last_loss, norms, record = restore(folder / 'last.pt', model, optimizer, config, run.device)
+            logged = step
+        if run.main:
+            write_config(folder, config, run)
+    log = Log(folder or '.', logged, main=run.main and folder is not None)
+    net = model
+    if run.world > 1:
+        net = DistributedDataParallel(model, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
+
+    def save():
+        bar.clear()
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise Diverged(step, last_loss)
+        if run.main and folder:
+            save_checkpoint(folder / 'last.pt', dict(
+                model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, measured=measured,
+                last_loss=last_loss, norms=norms, record=record, config=config))
+
+    if run.main and folder:
+        print(f'{used:,} parameters; {config["variant"]}; {config["task"]}, {len(shown):,} + {len(held):,} examples, '
+              f'majority {majority:.3f}; {run.device.type} x {run.world}; {folder}', flush=True)
+    seconds, trained, tokens, speed = 0.0, 0, 0, 0.0
+    quiet = not (run.main and folder)
+    with tqdm(total=last, initial=step, disable=quiet, unit='step', dynamic_ncols=True) as bar:
+        while True:
+            if (step == last or step and step % per_epoch == 0) and step != measured:
+                record = measure(model, held, tokenizer.pad, config, run)
+                if not math.isfinite(record['val_loss']):
+                    raise Diverged(step, last_loss)
+                measured = step
+                bar.clear()
+                log.write(step=step, epoch=step // per_epoch if per_epoch else 0, majority=majority, **record)
+                save()
+            if step >= last:
+                break
+            if signum := stop.agreed(run):
+                save()
+                return dict(interrupted=signum, step=step, out_dir=str(folder))
+
+            started = time.perf_counter()
+            epoch, at = divmod(step, per_epoch)
+            if at == 0:
+                norms = []                                      # of the epoch at hand
+            order = order_of(len(shown), len(parts), config, epoch)[at * config['batch_size']:][:config['batch_size']]
+            batch = [shown[i] for i in order]
+            for group in optimizer.param_groups:
+                group['lr'] = group['rate'] * min(1.0, (step + 1) / max(1, config['warmup']))
+            loss, norm = gradients(net, model, batch, tokenizer.pad, config, run)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise Diverged(step, last_loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step, last_loss = step + 1, loss
+            norms.append(norm)
+            seconds += time.perf_counter() - started
+            trained += len(batch)
+            tokens += sum(len(example['ids']) for example in batch)
+            speed = trained / seconds
+
+            bar.update()
+            accuracy = f', val accuracy {record["val_accuracy"]:.3f}' if record else ''
+            bar.set_postfix_str(f'loss {loss:.3f}{accuracy}, {speed:,.1f} examples/s', refresh=False)
+            if step % config['log_every'] == 0 or step == last:
+                log.write(step=step, loss=loss, grad_norm=norm, examples_per_second=speed,
+                          tokens_per_second=tokens / seconds,
+                          **{} if model.fusion is None else dict(alpha=model.fusion.alpha.item()))
+    return dict(variant=config['variant'], params_trainable=trainable, params_used=used, steps=step, majority=majority,
+                **{key: value for key, value in record.items() if key != 'routing'},
+                grad_norm=sum(norms) / len(norms) if norms else None, examples_per_second=speed,
+                **{'out_dir': str(folder)} if folder else {})
+
+
+# ---- instead of training one model
+
+VOCAB = 128_256         # Llama 3.1's
+
+
+def count_params(config):
+    """Table 2 of the paper for the given shape, on the meta device, and our two controls beside it."""
+    names = ('baseline', 'nogate', 'inter8', 'inter16', 'inter8_noxattn', 'matched', 'nogate_xattn')
+    rows = {name: VARIANTS[name] for name in names} | {config['variant']: VARIANTS[config['variant']]}
+    paper = {key: DEFAULTS[key] for key in LOGIC_KEYS} | {key: config[key] for key in ('d_logic', 'n_head_logic')}
+    counts = {}
+    with torch.device('meta'):
+        llama = llama_of(config, VOCAB)
+        for name, row in rows.items():
+            counts[name] = Classifier(llama, unused=True, **paper | row).num_params()
+    lines = [[name, f'{trainable:,}', f'{used:,}', f'{used - counts["baseline"][1]:,}']
+             for name, (trainable, used) in counts.items()]
+    print(table(['variant', 'trainable', 'used', 'used beyond the baseline'], lines))
+    return {name: dict(trainable=trainable, used=used) for name, (trainable, used) in counts.items()}
+
+
+def paired(first, second):
+    """The seed-paired difference in accuracy of two variants' runs, over the seeds that both have: its mean, standard
+    error (sd / sqrt(n)), t, number of seeds, and whether it is supported: positive and more than two standard errors
+    (the paper's rule, section 4.1). None for fewer than two seeds."""
+    second = {r['seed']: r['val_accuracy'] for r in second if 'val_accuracy' in r}
+    diffs = torch.tensor([r['val_accuracy'] - second[r['seed']] for r in first
+                          if 'val_accuracy' in r and r['seed'] in second], dtype=torch.float64)
+    if len(diffs) < 2:
+        return None
+    mean, se = diffs.mean().item(), diffs.std().item() / math.sqrt(len(diffs))
+    return dict(mean=mean, se=se, t=mean / se if se else math.inf if mean else 0.0, n=len(diffs),
+                supported=mean > 0 and mean > 2 * se)
+
+
+def summary(results):
+    """Text and numbers of the runs {variant: [result of each seed]}: the table of means and sds, accuracy by proof depth
+    where known, and the paired differences of PAIRS with the paper's verdict.
+
+    A variant's name may start with its task (mnli_inter8); pairs are of one task.
+    """
+    lines, by_depth = [], []
+    for name, runs in results.items():
+        of = lambda key, digits=3: spread([r.get(key) for r in runs], digits)
+        lines.append([name, len(runs), of('val_accuracy', 4), of('val_loss'), of('entropy', 4), of('fired', 4),
+                      of('alpha', 4), of('grad_norm', 2), f'{runs[0]["params_used"]:,}' if 'params_used' in runs[0] else ''])
+        depths = [r.get('accuracy_by_depth', {}) for r in runs]
+        if len(depths[0]) > 1:
+            by_depth.append([name, {depth: spread([d.get(depth) for d in depths]) for depth in depths[0]}])
+    header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm', 'parameters used']
+    majority = [r['majority'] for runs in results.values() for r in runs if 'majority' in r]
+    text = table(header, lines)
+    if majority:
+        text += f'\nThe commonest label alone: {spread(majority, 4)}.\n'
+    if by_depth:
+        depths = list(dict.fromkeys(depth for _, row in by_depth for depth in row))
+        text += '\n' + table(['accuracy', *depths], [[name, *(row.get(depth, '') for depth in depths)]
+                                                     for name, row in by_depth])
+    differences = {}
+    for prefix in ('', 'mnli_', 'multi_'):
+        for first, second in PAIRS:
+            first, second = prefix + first, prefix + second
+            if first in results and second in results and (pair := paired(results[first], results[second])):
+                differences[f'{first} - {second}'] = pair
+    if differences:
+        text += '\n' + table(
+            ['difference in accuracy', 'mean, points', 'SE', 't', 't that 95% needs', 'supported (over 2 SE)'],
+            [[name, f'{100 * d["mean"]:+.2f}', f'{100 * d["se"]:.2f}', f'{d["t"]:.2f}', T_95.get(d['n'] - 1, 2.0),
+              'yes' if d['supported'] else 'no'] for name, d in differences.items()])
+    return text, differences
+
+
+def summarize(path):
+    """The tables of a file of finished runs: one of --variants, or the paper's (variant -> accuracy by seed)."""
+    try:
+        stored = json.loads(Path(path).read_text(encoding='utf-8'))
+        if 'results' in stored:
+            results = stored['results']
+        else:
+            # the paper gives the other figures as means over seeds, entropy in nats
+            results = {name: [dict(seed=int(seed), val_accuracy=accuracy) for seed, accuracy in row['seeds'].items()]
+                       for name, row in stored['runs'].items()}
+            for name, row in stored['runs'].items():
+                uniform = math.log(3 * VARIANTS.get(name.split('_')[-1], {}).get('gates', 8))
+                results[name][0] |= {key: row[key] for key in ('val_loss', 'alpha', 'grad_norm') if key in row}
+                results[name][0] |= {'entropy': row['entropy'] / uniform} if 'entropy' in row else {}
+        text, differences = summary(results)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(f'{path} is no file of runs ({type(error).__name__}: {error}): expected results/NAME.json or the paper\'s '
+             'runs as in tests/paper_b_runs.json')
+    print(text)
+    return {name: {key: d[key] for key in ('mean', 'se', 'supported')} for name, d in differences.items()}
+
+
+def with_routing(outcome, settings, folder):
+    """Adds the last routing weights and the curve of evaluations to a run's result."""
+    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    outcome['curve'] = [{key: value for key, value in line.items() if key != 'routing'}
+                        for line in lines if 'val_loss' in line]
+    outcome['routing'] = next((line['routing'] for line in reversed(lines) if 'routing' in line), None)
+    return outcome
+
+
+def run_variants(config, run, stop):
+    """Trains the variants of a table with every seed; writes results/cls_TASK_NAME.json, .md and two figures."""
+    asked = config['variants']
+    names = TABLES.get(asked) or tuple(asked.split(','))
+    if unknown := [name for name in names if name not in VARIANTS]:
+        fail(f'--variants={asked}: {unknown[0]!r} is none of {", ".join([*TABLES, *VARIANTS])}')
+    rows = {name: dict(variant=name) | VARIANTS[name] for name in names}
+    results = study(f'cls-{config["task"]}', rows, config, run, stop, train, with_routing)
+    name = f'cls_{config["task"]}_{asked.replace(",", "_")}'
+    text, differences = summary(results)
+    settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
+    write_json(Path('results', f'{name}.json'), dict(config=settings, torch=torch.__version__, results=results,
+                                                     differences=differences))
+    write_text(Path('results', f'{name}.md'), text)
+    draw_seeds(results, Path('results', f'{name}.png'))
+    draw_routing(results, Path('results', f'{name}_routing.png'))
+    return {variant: spread([r.get('val_accuracy') for r in runs], 4) for variant, runs in results.items()}
+
+
+def draw_seeds(results, path):
+    """The paper's Figure 2: a dot a seed, mean and sd beside them, the majority rate as a line."""
+    figure, axis = pyplot().subplots(figsize=(1.2 + 0.75 * len(results), 4), layout='constrained')
+    for x, runs in enumerate(results.values()):
+        values = torch.tensor([r['val_accuracy'] for r in runs if 'val_accuracy' in r])
+        axis.plot([x] * len(values), values, 'o', color='#0072b2', alpha=0.6, ms=5)
+        if len(values) > 1:
+            axis.errorbar(x + 0.2, values.mean(), values.std(), fmt='_', color='#d55e00', capsize=3, ms=10)
+    axis.axhline(max(r['majority'] for runs in results.values() for r in runs if 'majority' in r), color='#999999',
+                 lw=1, ls='--', label='commonest label')
+    axis.set_xticks(range(len(results)), list(results), rotation=35, ha='right')
+    axis.set_ylabel('validation accuracy; mean and sd')
+    axis.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_routing(results, path):
+    """The paper's Figure 3 for the first routed variant and seed: mean routing weight, layers by 3G channels."""
+    runs = [(name, r) for name, rows in results.items() for r in rows if r.get('routing')]
+    if not runs:
+        return
+    name, first = next(((name, r) for name, r in runs if name == 'inter8'), runs[0])
+    weights = torch.tensor(first['routing'])
+    layers, channels = weights.shape
+    figure, axis = pyplot().subplots(figsize=(8, 1.6 + 0.25 * layers), layout='constrained')
+    image = axis.imshow(weights, aspect='auto', cmap='viridis', vmin=0)
+    for group, label in enumerate(('AND', 'OR', 'NOT')):
+        axis.axvline(group * channels / 3 - 0.5, color='white', lw=2)
+        axis.text((group + 0.5) * channels / 3 - 0.5, -0.7, label, ha='center', va='bottom')
+    axis.set(xlabel='routed channel', ylabel='layer', yticks=range(0, layers, max(1, layers // 8)))
+    bar = figure.colorbar(image, label=f'mean routing weight, {name}, seed {first["seed"]}')
+    bar.ax.axhline(1 / channels, color='red')
+    bar.ax.text(1.1, 1 / channels, ' uniform', color='red', va='center', transform=bar.ax.get_yaxis_transform())
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    config = configure(__file__, DEFAULTS,
+                       choices=CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS)),
+                       rows=dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS))
+    if config['summarize']:
+        return result(**summarize(config['summarize']))
+    if config['count_params']:
+        return result(**count_params(config))
+    run = launch(config['device'])
+    torch.set_float32_matmul_precision('high')
+    stop = StopSignal()
+    try:
+        outcome = (run_variants if config['variants'] else train)(config, run, stop)
+    except Diverged as error:
+        fail(error, status=3)
+    result(**outcome)
+    finish()
+    if 'interrupted' in outcome:
+        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python train_cls.py --resume '
+             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
+
+
+if __name__ == '__main__':
+    main()
