@@ -415,8 +415,10 @@ class Llama(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """For training from scratch; the scales and their reasons are GPT.init_weights's."""
-        std, residual_std = 0.02, 0.02 / math.sqrt(2 * max(1, len(self.layers)))
+        """For training from scratch: 1/sqrt(D), which keeps the variance of what passes a matrix, and for each of the
+        2 n_layer writes to the residual stream that divided by their number's root."""
+        std = self.tokens.embedding_dim ** -0.5
+        residual_std = std / math.sqrt(2 * max(1, len(self.layers)))
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=residual_std if name.endswith(('.o.weight', '.down.weight')) else std)

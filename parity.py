@@ -261,8 +261,8 @@ def sweep(config, device):
     if path.exists():
         try:
             there = json.loads(path.read_text())
-            cells, theirs = there['cells'], there['grid']
-        except (ValueError, KeyError, TypeError):
+            cells, theirs = dict(there['cells']), dict(there['grid'])
+        except (OSError, ValueError, KeyError, TypeError):
             fail(f'{path} is no sweep of parity.py, or is damaged: move it away to begin anew')
         if theirs != grid:
             key = next(key for key in {**grid, **theirs} if theirs.get(key) != grid.get(key))
@@ -330,7 +330,11 @@ def draw_frontier(cells, path):
             offset = 0.06 * (i - (len(kinds) - 1) / 2)          # equal values stay visible
             axis.plot([cell['params'] for cell in mine], [cell['largest'] + offset for cell in mine], 'o-',
                       color=COLORS[kind], ms=4, label=kind)
-        axis.set(title=f'depth {depth}', xlabel='parameters of the layers', xscale='log', ylim=(0, SWEEP['largest'] + 1))
+        axis.set(title=f'depth {depth}', xlabel='parameters of the layers', xscale='log',
+                 ylim=(0, SWEEP['largest'] + 1))
+        mine = [cell['params'] for cell in cells.values() if (cell['kind'], cell['depth']) == (kinds[0], depth)]
+        axis.set_xticks(mine, [f'{params:,}' for params in mine])
+        axis.minorticks_off()
         axis.axhline(SWEEP['largest'], color='#cccccc', lw=1, zorder=0)
     axes[0][0].set_ylabel('largest N solved by half of the seeds')
     axes[0][0].legend()
@@ -367,7 +371,7 @@ def dynamics_of(settings, config, device, bar):
     optimizer = torch.optim.AdamW(params.values(), lr=1.0, weight_decay=config['weight_decay'])
     curve = []
     for step in range(config['steps'] + 1):
-        if step % config['check_every'] == 0:
+        if step % config['check_every'] == 0 or step == config['steps']:
             with torch.no_grad():
                 logits_MKC, layers = forward(params, x, read=read_operands)
             right = (logits_MKC.argmax(dim=-1) == y).float()
@@ -386,6 +390,8 @@ def dynamics_of(settings, config, device, bar):
 
 def dynamics(config, device):
     """Claim A8 of paper A: accuracy, saturation and two-operand share of nc over the steps of each task."""
+    if not config['bool_frac']:
+        fail('bool_frac=0 leaves no Boolean units to look at: expected a share above 0')
     for settings in DYNAMICS.values():
         check(config | settings | dict(ffn='nc', n=settings.get('n', 1)))
     with tqdm(total=sum(settings['steps'] for settings in DYNAMICS.values()), unit='step', dynamic_ncols=True) as bar:
@@ -415,7 +421,7 @@ def draw_dynamics(curves, path):
             axis.plot(steps, values.mean(dim=1), color=color, lw=2, label=label)
         axis.set(title=name, xlabel='step', ylim=(-0.02, 1.04))
     axes[0].set_ylabel('share; seeds and their mean')
-    axes[-1].legend(loc='center right')
+    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=len(lines))
     figure.savefig(path, dpi=150)
 
 

@@ -194,8 +194,8 @@ def read_tokenizer_json(file):
     steps = splitter['pretokenizers'] if splitter.get('type') == 'Sequence' else [splitter]
     kinds = [step.get('type') for step in steps]
     if model.get('type', 'BPE') != 'BPE' or kinds[-1:] != ['ByteLevel']:
-        raise ValueError('not byte-level BPE, as those of Llama 3 and SmolLM2 are; SentencePiece vocabularies (Llama 2) '
-                         'are not supported')
+        raise ValueError('not byte-level BPE, as those of Llama 3 and SmolLM2 are; SentencePiece vocabularies '
+                         '(Llama 2) are not supported')
     first, regex = steps[0], steps[-1].get('use_regex', True)
     if kinds == ['ByteLevel'] and regex:
         pattern = GPT2_SPLIT
@@ -459,6 +459,25 @@ def distractor(pick, held):
 
 
 FAMILIES = [comparative, passive, neither, negation, votes]
+# the words of a family that only come after a licensor
+LICENSED = {comparative: ['than'], passive: ['by'], neither: ['nor'], negation: ['ever', 'any']}
+
+
+def licensed_places(family, n, seed=1):
+    """n held-out places where a word of LICENSED[family] is licensed, each with its like that has no licensor.
+
+    Returns dicts: licensed and unlicensed, the words before the place, which differ in one; licensor, the index among
+    them of the licensor (in the passive the participle, which follows the word that differs); word, the licensed one.
+    """
+    pick, places = picker(seed, f'places {family.__name__}'), []
+    while len(places) < n:
+        right, wrong = (sentence.split() for sentence in family(pick, held=True))
+        place = max((i for i, word in enumerate(right) if word in LICENSED[family]), default=0)
+        if place:
+            differs = next(i for i, (one, another) in enumerate(zip(right, wrong)) if one != another)
+            places.append(dict(licensed=right[:place], unlicensed=wrong[:place], word=right[place],
+                               licensor=differs + (family is passive)))
+    return places
 
 
 def make_licensing(data_dir, name='licensing', seed=1, n_tokens=1_000_000, shuffled=False, long_memory=False):

@@ -10,8 +10,8 @@
     python train_cls.py --resume --out_dir=latest                             # continues a run
 
 FOLDER is a Llama of HF or of Meta; without one a Llama of the given shape starts from scratch on the words of the
-training split. A variant is a row of model.VARIANTS, and each key of a row can be given for itself. --preset=fair is the
-paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches.
+training split. A variant is a row of model.VARIANTS, and each key of a row can be given for itself. --preset=fair is
+the paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches.
 
 batch_size counts the examples of a step over all processes; a step's examples are a function of (seed, step). A loss
 or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
@@ -81,6 +81,7 @@ DEFAULTS = dict(
     warmup=0,                   # steps in which the rate grows to lr
     lr=1e-5,                    # learning rate
     alpha_lr=2e-4,              # of a learned alpha
+    beta2=0.999,                # decay of AdamW's mean of squared gradients
     weight_decay=0.01,          # on everything but alpha
     grad_clip=0.0,              # largest gradient norm; 0 is none
     checkpointing=True,         # recompute each layer in the backward pass
@@ -101,9 +102,9 @@ TASKS = dict(
     multi=dict(n_val=1_000, batch_size=20, micro_batch=20, eval_batch=100, epochs=6, alpha=0.1, learn_alpha=True),
 )
 PRESETS = dict(
-    tiny=dict(task='rulebase', n_train=0, n_val=2_000, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, d_ff=256, d_logic=64,
-              batch_size=32, micro_batch=32, eval_batch=200, epochs=1, warmup=50, lr=1e-3, alpha_lr=1e-2, grad_clip=1.0,
-              checkpointing=False, dtype='float32'),
+    tiny=dict(task='rulebase', n_train=0, n_val=2_000, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, d_ff=256,
+              d_logic=64, batch_size=16, micro_batch=16, eval_batch=200, epochs=1, warmup=50, lr=1e-3, alpha_lr=1e-2,
+              beta2=0.98, grad_clip=1.0, checkpointing=False, dtype='float32'),
     fair=dict(logic_dtype='float32', residual='state', control='matched'),
 )
 LOGIC_KEYS = ('branch', 'axis', 'gates', 'window', 'tau', 'cross_attn', 'alpha', 'learn_alpha', 'gate_mode', 'control',
@@ -116,6 +117,9 @@ TABLES = dict(
     all=tuple(VARIANTS),
 )
 TABLE_ROWS = dict(table3=dict(task='mnli'), table4=dict(task='multi'))
+# what a key's value brings: a row of settings, the later over the earlier, keys given over all
+ROWS = dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS)
+CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS))
 # differences that the paper tests, over the runs of a seed: the first minus the second
 PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
          ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'),
@@ -128,7 +132,7 @@ T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 # ---- data
 
 def open_data(config, run):
-    """(examples by split, tokenizer, parts) of the task: an example has ids, label, depth and task; parts are the tasks.
+    """(examples by split, tokenizer, parts) of the task: an example has ids, label, depth and task; parts are tasks.
 
     Those of multi alternate, so that every even batch is half and half.
     """
@@ -170,8 +174,8 @@ def batch_of(examples, pad, device):
 
 @torch.no_grad()
 def measure(model, examples, pad, config, run):
-    """Validation of the model as it stands, over all processes: loss (nats), accuracy, accuracy by proof depth and, where
-    there are several, by task; statistics of the routing over all real tokens (see Classifier.forward)."""
+    """Validation of the model as it stands, over all processes: loss (nats), accuracy, accuracy by proof depth and,
+    where there are several, by task; statistics of the routing over all real tokens (see Classifier.forward)."""
     groups = [f'depth {example["depth"]}' if example['depth'] is not None else 'unknown' for example in examples]
     tasks = [example['task'] for example in examples]
     names = [*sorted(set(groups)), *sorted(set(tasks))]
@@ -214,7 +218,7 @@ def measure(model, examples, pad, config, run):
 
 # ---- training
 
-def check(config, run):
+def check(config):
     """Ends in one line where the numbers do not fit."""
     for key in ('batch_size', 'micro_batch', 'eval_batch', 'max_tokens', 'log_every', 'd_logic', 'n_head_logic',
                 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff'):
@@ -223,6 +227,8 @@ def check(config, run):
     for key in ('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip', 'seed'):
         if config[key] < 0:
             fail(f'{key}={config[key]}: expected no negative number')
+    if not 0 <= config['beta2'] < 1:
+        fail(f'beta2={config["beta2"]}: expected a number from 0 to below 1')
     if config['task'] == 'multi' and config['batch_size'] % 2:
         fail(f'batch_size={config["batch_size"]}: multi halves each batch, expected an even number')
 
@@ -254,7 +260,7 @@ def optimizer_of(model, config):
     assert len(alpha) + len(rest) == len(list(model.parameters()))
     groups = [dict(params=rest, weight_decay=config['weight_decay'], rate=config['lr']),
               dict(params=alpha, weight_decay=0.0, rate=config['alpha_lr'])]
-    return torch.optim.AdamW(groups, lr=config['lr'])
+    return torch.optim.AdamW(groups, lr=config['lr'], betas=(0.9, config['beta2']))
 
 
 def gradients(net, model, batch, pad, config, run):
@@ -298,7 +304,7 @@ def restore(path, model, optimizer, config, device):
 
 def train(config, run, stop):
     """One run, to its last epoch or a signal. Returns its result; raises Diverged."""
-    check(config, run)
+    check(config)
     if not config['backbone'] and config['preset'] != 'tiny' and config['n_embd'] == DEFAULTS['n_embd']:
         fail('no backbone: give --backbone=FOLDER, a Llama of HF or of Meta; or --preset=tiny, which needs none')
     try:
@@ -399,14 +405,16 @@ VOCAB = 128_256         # Llama 3.1's
 
 def count_params(config):
     """Table 2 of the paper for the given shape, on the meta device, and our two controls beside it."""
+    check(config)
     names = ('baseline', 'nogate', 'inter8', 'inter16', 'inter8_noxattn', 'matched', 'nogate_xattn')
     rows = {name: VARIANTS[name] for name in names} | {config['variant']: VARIANTS[config['variant']]}
     paper = {key: DEFAULTS[key] for key in LOGIC_KEYS} | {key: config[key] for key in ('d_logic', 'n_head_logic')}
-    counts = {}
-    with torch.device('meta'):
-        llama = llama_of(config, VOCAB)
-        for name, row in rows.items():
-            counts[name] = Classifier(llama, unused=True, **paper | row).num_params()
+    try:
+        with torch.device('meta'):
+            llama = llama_of(config, VOCAB)
+            counts = {name: Classifier(llama, unused=True, **paper | row).num_params() for name, row in rows.items()}
+    except ValueError as error:
+        fail(error)
     lines = [[name, f'{trainable:,}', f'{used:,}', f'{used - counts["baseline"][1]:,}']
              for name, (trainable, used) in counts.items()]
     print(table(['variant', 'trainable', 'used', 'used beyond the baseline'], lines))
@@ -423,25 +431,27 @@ def paired(first, second):
     if len(diffs) < 2:
         return None
     mean, se = diffs.mean().item(), diffs.std().item() / math.sqrt(len(diffs))
-    return dict(mean=mean, se=se, t=mean / se if se else math.inf if mean else 0.0, n=len(diffs),
+    return dict(mean=mean, se=se, t=mean / se if se else math.copysign(math.inf, mean) if mean else 0.0, n=len(diffs),
                 supported=mean > 0 and mean > 2 * se)
 
 
 def summary(results):
-    """Text and numbers of the runs {variant: [result of each seed]}: the table of means and sds, accuracy by proof depth
-    where known, and the paired differences of PAIRS with the paper's verdict.
+    """Text and numbers of the runs {variant: [result of each seed]}: the table of means and sds, accuracy by proof
+    depth where known, and the paired differences of PAIRS with the paper's verdict.
 
     A variant's name may start with its task (mnli_inter8); pairs are of one task.
     """
     lines, by_depth = [], []
     for name, runs in results.items():
         of = lambda key, digits=3: spread([r.get(key) for r in runs], digits)
+        used = f'{runs[0]["params_used"]:,}' if 'params_used' in runs[0] else ''
         lines.append([name, len(runs), of('val_accuracy', 4), of('val_loss'), of('entropy', 4), of('fired', 4),
-                      of('alpha', 4), of('grad_norm', 2), f'{runs[0]["params_used"]:,}' if 'params_used' in runs[0] else ''])
+                      of('alpha', 4), of('grad_norm', 2), used])
         depths = [r.get('accuracy_by_depth', {}) for r in runs]
         if len(depths[0]) > 1:
             by_depth.append([name, {depth: spread([d.get(depth) for d in depths]) for depth in depths[0]}])
-    header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm', 'parameters used']
+    header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm',
+              'parameters used']
     majority = [r['majority'] for runs in results.values() for r in runs if 'majority' in r]
     text = table(header, lines)
     if majority:
@@ -479,7 +489,7 @@ def summarize(path):
                 results[name][0] |= {key: row[key] for key in ('val_loss', 'alpha', 'grad_norm') if key in row}
                 results[name][0] |= {'entropy': row['entropy'] / uniform} if 'entropy' in row else {}
         text, differences = summary(results)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f'{path} is no file of runs ({type(error).__name__}: {error}): expected results/NAME.json or the paper\'s '
              'runs as in tests/paper_b_runs.json')
     print(text)
@@ -488,7 +498,8 @@ def summarize(path):
 
 def with_routing(outcome, settings, folder):
     """Adds the last routing weights and the curve of evaluations to a run's result."""
-    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    log = folder / 'log.jsonl'                                   # a run that diverged at once has none
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     outcome['curve'] = [{key: value for key, value in line.items() if key != 'routing'}
                         for line in lines if 'val_loss' in line]
     outcome['routing'] = next((line['routing'] for line in reversed(lines) if 'routing' in line), None)
@@ -499,6 +510,8 @@ def run_variants(config, run, stop):
     """Trains the variants of a table with every seed; writes results/cls_TASK_NAME.json, .md and two figures."""
     asked = config['variants']
     names = TABLES.get(asked) or tuple(asked.split(','))
+    if config['variant'] != DEFAULTS['variant']:                # its row would reach into the others
+        fail(f'--variant={config["variant"]} trains one model and --variants={asked} several: give one of the two')
     if unknown := [name for name in names if name not in VARIANTS]:
         fail(f'--variants={asked}: {unknown[0]!r} is none of {", ".join([*TABLES, *VARIANTS])}')
     rows = {name: dict(variant=name) | VARIANTS[name] for name in names}
@@ -522,11 +535,11 @@ def draw_seeds(results, path):
         axis.plot([x] * len(values), values, 'o', color='#0072b2', alpha=0.6, ms=5)
         if len(values) > 1:
             axis.errorbar(x + 0.2, values.mean(), values.std(), fmt='_', color='#d55e00', capsize=3, ms=10)
-    axis.axhline(max(r['majority'] for runs in results.values() for r in runs if 'majority' in r), color='#999999',
-                 lw=1, ls='--', label='commonest label')
+    if majority := [r['majority'] for runs in results.values() for r in runs if 'majority' in r]:
+        axis.axhline(max(majority), color='#999999', lw=1, ls='--', label='commonest label')
+        axis.legend()
     axis.set_xticks(range(len(results)), list(results), rotation=35, ha='right')
     axis.set_ylabel('validation accuracy; mean and sd')
-    axis.legend()
     figure.savefig(path, dpi=150)
 
 
@@ -551,9 +564,7 @@ def draw_routing(results, path):
 
 
 def main():
-    config = configure(__file__, DEFAULTS,
-                       choices=CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS)),
-                       rows=dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS))
+    config = configure(__file__, DEFAULTS, choices=CHOICES, rows=ROWS)
     if config['summarize']:
         return result(**summarize(config['summarize']))
     if config['count_params']:

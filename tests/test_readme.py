@@ -1,24 +1,25 @@
 """The README says what the files say: tables, links and commands."""
+import importlib
 import json
 import re
 import shlex
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
 
-import prepare
-import train_lm
-from runtime import configure
+import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text()
 RESULTS = {name: json.loads((ROOT / 'results' / f'{name}.json').read_text()) for name in ('compare', 'boundary')}
 
 
-@pytest.mark.parametrize('name', RESULTS)
-def test_tables_are_those_that_the_study_wrote(name):
-    assert (ROOT / 'results' / f'{name}.md').read_text().strip() in README
+@pytest.mark.parametrize('file', sorted((ROOT / 'results').glob('*.md')), ids=lambda file: file.stem)
+def test_tables_are_those_that_the_scripts_wrote(file):
+    for table in file.read_text().strip().split('\n\n'):
+        assert table in README
 
 
 @pytest.mark.parametrize('name', RESULTS)
@@ -34,6 +35,20 @@ def test_tables_follow_from_the_results(name):
         assert len(runs) == 3
 
 
+@pytest.mark.parametrize('file', sorted((ROOT / 'results').glob('parity*.md')), ids=lambda file: file.stem)
+def test_the_frontier_follows_from_the_trials(file):
+    """The largest N is solved by half of eight seeds, and N + 1, if it was in reach, is not."""
+    stored = json.loads(file.with_suffix('.json').read_text())
+    header, _, *lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in file.read_text().splitlines()]
+    table = {(line[0], *map(int, re.findall(r'\d+', name))): int(value)
+             for line in lines for name, value in zip(header[1:], line[1:])}
+    assert len(table) == len(stored['cells']) and stored['grid']['n_seeds'] == 8
+    for cell in stored['cells'].values():
+        n, solved = table[cell['kind'], cell['depth'], cell['width']], cell['trials']
+        assert solved[str(n)]['solved'] >= 4
+        assert n == stored['grid']['largest'] or solved[str(n + 1)]['solved'] < 4
+
+
 def test_links_lead_to_what_they_name():
     links = re.findall(r'\[([\w. ]+)\]\((\w+\.py)#L(\d+)\)', README)
     assert len(links) >= 8
@@ -46,26 +61,33 @@ def test_links_lead_to_what_they_name():
         assert (ROOT / target).is_file()
 
 
+SCRIPTS = ('train_lm', 'train_cls', 'prepare', 'parity', 'evaluate')
 COMMANDS = [line.split('#')[0].split('&&')[-1].strip() for line in README.splitlines()
-            if re.match(r'\s*(pip install .*&& )?(python|torchrun .*) ?(train_lm|prepare)\.py', line)]
+            if re.match(rf'\s*(pip install .*&& )?(python|torchrun .*) ?({"|".join(SCRIPTS)})\.py', line)]
+
+
+class Understood(Exception):
+    pass
 
 
 @pytest.mark.parametrize('command', COMMANDS)
-def test_commands_are_understood(command, monkeypatch, tmp_path):
+def test_commands_are_understood(command, monkeypatch):
     """Every key and value in the README's commands is one that the script knows."""
-    words = shlex.split(command)
-    script = next(word for word in words if word.endswith('.py'))
-    argv = [word for word in words[words.index(script) + 1:] if word not in ('--resume', '--out_dir=latest')]
-    module = {'train_lm.py': train_lm, 'prepare.py': prepare}[script]
-    if '--help' in argv:
-        with pytest.raises(SystemExit) as stop:
-            configure(module.__file__, module.DEFAULTS, getattr(module, 'PRESETS', None), argv=argv)
-        assert stop.value.code == 0
-    elif module is train_lm:
-        configure(module.__file__, module.DEFAULTS, module.PRESETS, module.CHOICES, argv)
-    else:
-        assert configure(module.__file__, module.DEFAULTS, argv=argv, positional='task')['task'] in prepare.TASKS
+    words = [word for word in shlex.split(command) if word not in ('--resume', '--out_dir=latest')]
+    script = next(i for i, word in enumerate(words) if word.endswith('.py'))
+    module = importlib.import_module(words[script].removesuffix('.py'))
+    configure = runtime.configure
+
+    def stop_here(*args, **options):
+        raise Understood(configure(*args, **options))
+
+    monkeypatch.setattr(runtime, 'configure', stop_here)
+    monkeypatch.setattr(module, 'configure', stop_here, raising=False)
+    monkeypatch.setattr(sys, 'argv', words[script:])
+    with pytest.raises(SystemExit if '--help' in words else Understood) as stop:
+        module.main()
+    assert '--help' not in words or stop.value.code == 0
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 8
+    assert {script for script in SCRIPTS for command in COMMANDS if f'{script}.py' in command} == set(SCRIPTS)
