@@ -209,6 +209,15 @@ def launch(device='auto'):
     return SimpleNamespace(rank=rank, world=world, local_rank=local_rank, device=device, main=rank == 0)
 
 
+def conclude(outcome, script):
+    """Prints a run's outcome as its result; one that a signal interrupted then ends with 128 + signal."""
+    result(**outcome)
+    finish()
+    if 'interrupted' in outcome:
+        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python {Path(script).name} --resume '
+             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
+
+
 def finish():
     """Leave the process group, if there is one."""
     if dist.is_initialized():
@@ -431,6 +440,29 @@ def load_weights(module, state_dict, path):
         if there != here:
             fail(f'{path} is of another model: {name} is {there} in the file and {here} here')
     module.load_state_dict(state_dict)
+
+
+def restore(path, model, optimizer, config, device, loop, same, own):
+    """Loads a checkpoint into model and optimizer. Returns what it says of the keys in loop, in their order.
+
+    The run must agree with config in the keys of `same`: weights that fit may still be of another function. own: the
+    settings of an optimizer's group that stay as asked for now.
+    """
+    saved = load_checkpoint(path, device)
+    load_weights(model, saved['model'], path)
+    asked = [{key: group[key] for key in own} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved['optimizer'])
+        state = [saved[key] for key in loop]
+        changed = [key for key in same if saved['config'][key] != config[key]]
+    except (KeyError, ValueError, TypeError) as error:
+        fail(f'{path} is no checkpoint of this script, or is damaged ({type(error).__name__})')
+    if changed:
+        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
+             'resume it as it was, or begin another')
+    for group, settings in zip(optimizer.param_groups, asked):
+        group |= settings                                       # the saved ones came along with the optimizer's state
+    return state
 
 
 # ---- signals

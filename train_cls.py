@@ -30,9 +30,8 @@ from tqdm import tqdm
 
 import prepare
 from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
-from runtime import (Diverged, Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights,
-                     open_run, pyplot, result, save_checkpoint, spread, study, table, write_config,
-                     write_json, write_text)
+from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, launch, open_run, pyplot, restore,
+                     result, save_checkpoint, spread, study, table, write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -282,26 +281,6 @@ def gradients(net, model, batch, pad, config, run):
     return all_sum(loss)[0] / run.world, norm.item()
 
 
-def restore(path, model, optimizer, config, device):
-    """Loads a checkpoint into model and optimizer. Returns the loop's state, in the order of the list."""
-    saved = load_checkpoint(path, device)
-    load_weights(model, saved['model'], path)
-    asked = [{key: group[key] for key in ('weight_decay', 'rate')} for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(saved['optimizer'])
-        state = [saved[key] for key in ('step', 'measured', 'last_loss', 'norms', 'record')]
-        keys = (*LOGIC_KEYS, 'task', 'n_train', 'batch_size', 'backbone')
-        changed = [key for key in keys if saved['config'][key] != config[key]]
-    except (KeyError, ValueError, TypeError) as error:
-        fail(f'{path} is no checkpoint of train_cls.py, or is damaged ({type(error).__name__})')
-    if changed:
-        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
-             'resume it as it was, or begin another')
-    for group, settings in zip(optimizer.param_groups, asked):
-        group |= settings                                       # the saved ones came along with the optimizer's state
-    return state
-
-
 def train(config, run, stop):
     """One run, to its last epoch or a signal. Returns its result; raises Diverged."""
     check(config)
@@ -326,7 +305,10 @@ def train(config, run, stop):
     if folder and config['resume']:
         logged = -1
         if (folder / 'last.pt').exists():
-            step, measured, last_loss, norms, record = restore(folder / 'last.pt', model, optimizer, config, run.device)
+            step, measured, last_loss, norms, record = restore(
+                folder / 'last.pt', model, optimizer, config, run.device,
+                loop=('step', 'measured', 'last_loss', 'norms', 'record'),
+                same=(*LOGIC_KEYS, 'task', 'n_train', 'batch_size', 'backbone'), own=('weight_decay', 'rate'))
             logged = step
         if run.main:
             write_config(folder, config, run)
@@ -552,7 +534,7 @@ def draw_routing(results, path):
     weights = torch.tensor(first['routing'])
     layers, channels = weights.shape
     figure, axis = pyplot().subplots(figsize=(8, 1.6 + 0.25 * layers), layout='constrained')
-    image = axis.imshow(weights, aspect='auto', cmap='viridis', vmin=0)
+    image = axis.imshow(weights.numpy(), aspect='auto', cmap='viridis', vmin=0)
     for group, label in enumerate(('AND', 'OR', 'NOT')):
         axis.axvline(group * channels / 3 - 0.5, color='white', lw=2)
         axis.text((group + 0.5) * channels / 3 - 0.5, -0.7, label, ha='center', va='bottom')
@@ -576,11 +558,7 @@ def main():
         outcome = (run_variants if config['variants'] else train)(config, run, stop)
     except Diverged as error:
         fail(error, status=3)
-    result(**outcome)
-    finish()
-    if 'interrupted' in outcome:
-        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python train_cls.py --resume '
-             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
+    conclude(outcome, __file__)
 
 
 if __name__ == '__main__':

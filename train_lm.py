@@ -28,9 +28,9 @@ from tqdm import tqdm
 import prepare
 from evaluate import mean_loss, pair_accuracy, windows
 from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
-from runtime import (Diverged, Log, StopSignal, all_sum, configure, fail, finish, launch, load_checkpoint, load_weights,
-                     open_run, precision, pyplot, result, save_checkpoint, spread, study, table,
-                     write_config, write_json, write_text)
+from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, finish, launch, open_run,
+                     precision, pyplot, restore, result, save_checkpoint, spread, study, table, write_config,
+                     write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -230,25 +230,6 @@ def gradients(net, model, ids, step, config, run):
     return all_sum(loss)[0] / run.world, norm.item()
 
 
-def restore(path, model, optimizer, config, device):
-    """Loads a checkpoint into model and optimizer. Returns the loop's state, in the order of the list."""
-    saved = load_checkpoint(path, device)
-    load_weights(model, saved['model'], path)
-    asked = [{key: group[key] for key in ('weight_decay', 'lr_mult')} for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(saved['optimizer'])
-        state = [saved[key] for key in ('step', 'measured', 'best', 'last_loss', 'record')]
-        changed = [key for key in (*MODEL_KEYS, 'dataset') if saved['config'][key] != config[key]]
-    except (KeyError, ValueError, TypeError) as error:
-        fail(f'{path} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
-    if changed:                                                 # weights that fit may still be of another function
-        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
-             'resume it as it was, or begin another')
-    for group, settings in zip(optimizer.param_groups, asked):
-        group |= settings                                       # the saved ones came along with the optimizer's state
-    return state
-
-
 def train(config, run, stop):
     """One run, to max_steps or a signal. Returns its result; raises Diverged."""
     check(config, run)
@@ -266,7 +247,10 @@ def train(config, run, stop):
     if folder and config['resume']:
         logged = -1
         if (folder / 'last.pt').exists():
-            step, measured, best, last_loss, record = restore(folder / 'last.pt', model, optimizer, config, run.device)
+            step, measured, best, last_loss, record = restore(
+                folder / 'last.pt', model, optimizer, config, run.device,
+                loop=('step', 'measured', 'best', 'last_loss', 'record'), same=(*MODEL_KEYS, 'dataset'),
+                own=('weight_decay', 'lr_mult'))
             logged = step
         if run.main:
             write_config(folder, config, run)
@@ -456,11 +440,7 @@ def main():
         outcome = (compare if config['compare'] else boundary if config['boundary'] else train)(config, run, stop)
     except Diverged as error:
         fail(error, status=3)
-    result(**outcome)
-    finish()
-    if 'interrupted' in outcome:
-        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python train_lm.py --resume '
-             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
+    conclude(outcome, __file__)
 
 
 if __name__ == '__main__':

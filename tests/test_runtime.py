@@ -161,6 +161,57 @@ def test_a_script_without_presets_knows_no_preset(fails):
     fails(lambda: runtime.configure('x.py', {'n': 1}, argv=['--preset=tiny']), 'unknown key --preset')
 
 
+ROWS = dict(task=dict(easy=dict(n=1, lr=1.0), hard=dict(n=2, lr=2.0, wide=True)),
+            preset=dict(quick=dict(task='easy', lr=3.0), wide=dict(wide=True)), kind=dict(a={}, b=dict(lr=4.0)))
+
+
+@pytest.fixture
+def rowed(tmp_path):
+    """rowed('--key=value', ...) -> (n, lr, wide, task) of a script whose task, preset and kind bring rows of settings."""
+    defaults = dict(n=0, lr=0.0, wide=False, task='', kind='a', out_dir='', resume=False)
+
+    def call(*words):
+        config = runtime.configure(tmp_path / 'x.py', defaults, rows=ROWS, choices=dict(kind=ROWS['kind']), argv=words)
+        assert config.keys() == {*defaults, 'preset'}
+        return config['n'], config['lr'], config['wide'], config['task']
+    return call
+
+
+@pytest.mark.parametrize('words, expected', [
+    ('', (0, 0, False, '')),
+    ('--task=easy', (1, 1, False, 'easy')),
+    ('--preset=quick', (1, 3, False, 'easy')),                  # a row names another, and is over it
+    ('--preset=quick --task=hard', (2, 3, True, 'hard')),       # a key given is over a row that names it
+    ('--task=hard --preset=quick', (2, 3, True, 'hard')),
+    ('--preset=wide --task=easy', (1, 1, True, 'easy')),
+    ('--kind=b --preset=quick', (1, 4, False, 'easy')),         # of two rows, that of the later key
+    ('--kind=b --task=hard --lr=5 --wide=off', (2, 5, False, 'hard')),
+    ('--task=other', (0, 0, False, 'other')),                   # a value without a row brings nothing
+])
+def test_rows_of_settings_lie_over_the_defaults_in_their_order_and_under_keys_given(rowed, words, expected):
+    assert rowed(*words.split()) == expected
+
+
+def test_rows_have_their_choices_like_presets(rowed, fails):
+    fails(lambda: rowed('--preset=slow'), '--preset=slow', 'quick, wide')
+    fails(lambda: rowed('--kind=c'), '--kind=c', 'a, b')
+
+
+def test_rows_given_at_a_resume_lie_over_the_saved_settings_and_no_others(rowed, tmp_path):
+    (tmp_path / 'x').mkdir()
+    (tmp_path / 'x/config.json').write_text(json.dumps(dict(n=7, lr=8.0, task='hard', kind='b', preset='quick')))
+    assert rowed('--resume', '--out_dir=x') == (7, 8, False, 'hard')
+    assert rowed('--resume', '--out_dir=x', '--task=easy') == (1, 1, False, 'easy')
+    assert rowed('--resume', '--out_dir=x', '--kind=b', '--n=9') == (9, 4, False, 'hard')
+
+
+def test_help_ends_with_what_each_row_means(tmp_path, capsys):
+    (tmp_path / 'x.py').write_text('DEFAULTS = dict(lr=0.0, kind="a")\n')
+    with pytest.raises(SystemExit):
+        runtime.configure(tmp_path / 'x.py', dict(lr=0.0, kind='a'), rows=dict(kind=ROWS['kind']), argv=['--help'])
+    assert capsys.readouterr().out.endswith('--kind=a means the defaults\n\n--kind=b means --lr=4.0\n')
+
+
 def test_resume_starts_from_the_saved_settings(toy, tmp_path, fails):
     saved = dict(n_layer=7, lr=2, beta=0.5, ffn='nc', preset='tiny', device='cuda', overwrite=True, git='abc', old=1)
     (tmp_path / 'x').mkdir()
