@@ -4,6 +4,7 @@ section 5).
     python parity.py --n 12 --ffn=bilinear            # one setting, eight seeds at once: half a minute on a CPU
     python parity.py --sweep                          # claims A2, A3: the largest N by kind, depth and width
     python parity.py --sweep --norm=off               # the same without LayerNorm, where 2^depth bounds bilinear
+    python parity.py --fixed                          # one layer at each point of the grid by itself: who solves 8 bits?
     python parity.py --dynamics                       # claim A8: does logic crystallise where the task pays for it?
 
 Parity is 1 where an odd number of bits is set. No smaller set of the bits says anything about it, so all of them have
@@ -15,8 +16,9 @@ Solved means right on every one of the 2^N inputs; above N=16, on 65,536 inputs 
 one a seed (in the sweep one a seed and grid point), are one computation: their weights are stacked, and
 torch.func.vmap runs them side by side.
 
---sweep writes results/parity.json, .md and .png (with --norm=off results/parity_plain.*), and takes up where it was
-left; --dynamics writes results/parity_dynamics.json and .png.
+--sweep writes results/parity.json, .md and .png, and takes up where it was left; --fixed results/parity_fixed.json and
+.md; --dynamics results/parity_dynamics.json and .png. With --norm=off the first two are parity_plain and
+parity_fixed_plain.
 """
 
 import itertools
@@ -57,6 +59,7 @@ DEFAULTS = dict(
     # instead of one setting
     sweep=False,            # the frontier over SWEEP
     kinds='gelu,nc,sigbilinear,bilinear',   # that it compares
+    fixed=False,            # each point of SWEEP's grid by itself, at depth 1 and the widths and N of FIXED
     dynamics=False,         # nc over the steps of DYNAMICS
 )
 CHOICES = dict(ffn=FFN_KINDS, bits=('pm', '01'))
@@ -65,6 +68,8 @@ CHOICES = dict(ffn=FFN_KINDS, bits=('pm', '01'))
 SWEEP = dict(depths=(1, 2, 4), widths=(8, 16, 32), largest=10, lrs=(3e-3, 1e-2, 3e-2), init_scales=(1.0, 2.0, 4.0),
              codings=('pm', '01'))
 SWEEP_SETTINGS = dict(d_model=16, batch_size=256, steps=1000, n_seeds=8)
+
+FIXED = dict(widths=(8, 12, 16), ns=(6, 8), kinds=('gelu', 'nc', 'sigbilinear'))
 
 # what is trained past the point where it generalises: a quarter or two fifths of all inputs are held out
 DYNAMICS = {
@@ -268,8 +273,7 @@ def sweep(config, device):
             key = next(key for key in {**grid, **theirs} if theirs.get(key) != grid.get(key))
             fail(f'{path} is a sweep of another grid ({key}={theirs.get(key)}, not {grid.get(key)}): '
                  'move it away to begin anew')
-    points = [dict(lr=lr, init_scale=scale, bits=bits) for lr, scale, bits in
-              itertools.product(SWEEP['lrs'], SWEEP['init_scales'], SWEEP['codings'])]
+    points = grid_points()
     settings = config | SWEEP_SETTINGS
     wanted = -(-settings['n_seeds'] // 2)
     todo = [*itertools.product(SWEEP['depths'], SWEEP['widths'], kinds)]
@@ -304,6 +308,41 @@ def sweep(config, device):
     draw_frontier(cells, Path('results', f'{name}.png'))
     print(f'{seconds / 60:.0f} minutes of training, {(time.perf_counter() - started) / 60:.0f} of them now')
     return dict(seconds=seconds, largest={name: cell['largest'] for name, cell in cells.items()})
+
+
+def grid_points():
+    return [dict(lr=lr, init_scale=scale, bits=bits) for lr, scale, bits in
+            itertools.product(SWEEP['lrs'], SWEEP['init_scales'], SWEEP['codings'])]
+
+
+def fixed(config, device):
+    """Claim A2 without tuning: at how many points of the grid does half of the seeds solve N bits with one layer? And at
+    how many points and widths does one kind solve the larger N where another, which solves the smaller, does not (the
+    paper: 8 bits for nc, 6 for GELU)?"""
+    name = 'parity_fixed' if config['norm'] else 'parity_fixed_plain'
+    points, settings = grid_points(), config | SWEEP_SETTINGS
+    cells = [*itertools.product(FIXED['kinds'], FIXED['widths'], FIXED['ns'])]
+    counts, wins = {}, {}
+    with tqdm(cells, unit='cell', dynamic_ncols=True) as bar:
+        for kind, width, n in bar:
+            bar.set_postfix_str(f'{kind}, width {width}: n={n}')
+            shape = settings | dict(ffn=kind, width=width, n=n, depth=1)
+            check(shape | dict(n_seeds=settings['n_seeds'] * len(points)))
+            solved_at = train(shape, points, settings['n_seeds'] + 1, device)       # to the end, at every point
+            counts[kind, width, n] = (solved_at >= 0).sum(dim=1)
+    half, (small, large) = settings['n_seeds'] / 2, FIXED['ns']
+    for one, other in itertools.permutations(FIXED['kinds'], 2):
+        wins[f'{one} over {other}'] = sum(int((
+            (counts[one, width, large] >= half) & (counts[other, width, large] < half)
+            & (counts[other, width, small] >= half)).sum()) for width in FIXED['widths'])
+    header = ['points solved', *(f'width {width}, N={n}' for width in FIXED['widths'] for n in FIXED['ns'])]
+    lines = [[kind, *(f'{int((counts[kind, width, n] >= half).sum())} of {len(points)}'
+                      for width in FIXED['widths'] for n in FIXED['ns'])] for kind in FIXED['kinds']]
+    stored = [dict(kind=kind, width=width, n=n, solved=count) for (kind, width, n), count in counts.items()]
+    write_json(Path('results', f'{name}.json'), dict(points=points, norm=config['norm'], torch=torch.__version__,
+                                                     n_seeds=settings['n_seeds'], counts=stored, wins=wins))
+    write_text(Path('results', f'{name}.md'), table(header, lines))
+    return wins
 
 
 def frontier_table(cells):
@@ -429,7 +468,8 @@ def main():
     config = configure(__file__, DEFAULTS, choices=CHOICES)
     device = launch(config['device']).device
     try:
-        outcome = (sweep if config['sweep'] else dynamics if config['dynamics'] else one_setting)(config, device)
+        asked = next((mode for mode in (sweep, fixed, dynamics) if config[mode.__name__]), one_setting)
+        outcome = asked(config, device)
     except KeyboardInterrupt:
         fail('interrupted' + '; the same command goes on from there' * config['sweep'], status=130)
     result(**outcome)

@@ -295,6 +295,8 @@ def load_tokens(data_dir, name):
                                 '(--preset=tiny needs none)')
     try:
         meta = json.loads((folder / 'meta.json').read_text())
+        if 'template' in meta:
+            raise ValueError('it holds examples for train_cls.py, not text')
         if meta['dtype'] != token_dtype(meta['vocab_size']):
             raise ValueError(f"a vocabulary of {meta['vocab_size']} in token files of {meta['dtype']}")
         tokens = {}
@@ -304,7 +306,7 @@ def load_tokens(data_dir, name):
                 raise ValueError(f"{split}.bin holds {len(tokens[split])} tokens, not {meta['counts'][split]}")
         return tokens, meta
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f'{folder} is damaged, make it again with prepare.py ({error})') from None
+        raise ValueError(f'{folder} is no dataset of text, or is damaged: make it again with prepare.py ({error})') from None
 
 
 def load_pairs(data_dir, name):

@@ -2,6 +2,7 @@
 generation."""
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -234,6 +235,69 @@ def test_memberships_are_what_the_units_are_made_of():
     quantified_BTn = hidden_BTF[..., ffn.units['exists'].start:ffn.units['proportion'].stop]
     torch.testing.assert_close(ffn.quantifier(members['q'])[0], quantified_BTn)
     assert FFN('gelu', 16, 64).memberships(x_BTD) == {}
+
+
+def with_pre_activations(pre_TF, **options):
+    """An nc layer and inputs at which its pre-activations are the rows of pre_TF."""
+    ffn = FFN('nc', pre_TF.size(1), pre_TF.size(1), **options)
+    with torch.no_grad():
+        ffn.up.weight.copy_(torch.eye(pre_TF.size(1)))
+        ffn.up.bias.zero_()
+    return ffn, pre_TF
+
+
+def test_saturation_is_the_share_of_memberships_near_0_or_1():
+    """The sigmoid passes 0.95 at 2.944, ln 19; b is at rest at 0.5; GELU units do not count."""
+    a_T = torch.tensor([-9, -2.95, -2.94, 0, 2.94, 2.95, 9, 1])                # four of eight
+    pre_TF = torch.stack([torch.full((8,), 9.0), torch.full((8,), 9.0), a_T, torch.zeros(8)], dim=1)
+    ffn, x = with_pre_activations(pre_TF, bool_frac=0.5)
+    assert ffn.saturation(x).item() == (4 / 8 + 0) / 2
+    pre_TF = torch.cat([a_T[:, None], torch.zeros(8, 1), torch.full((8, 2), 9.0)], dim=1)
+    ffn, x = with_pre_activations(pre_TF, bool_frac=1.0, quant=True)
+    assert ffn.saturation(x).item() == pytest.approx((4 / 8 + 0 + 1) / 3)      # a, b and q weigh the same
+    ffn, x = with_pre_activations(pre_TF, bool_frac=1.0, quant=True, quant_frac=1.0)
+    assert ffn.saturation(x).item() == pytest.approx((4 / 8 + 0 + 1 + 1) / 4)  # q alone
+    assert FFN('gelu', 4, 4).saturation(x) is None and FFN('nc', 4, 4, bool_frac=0.0).saturation(x) is None
+
+
+def test_single_operand_r2_is_the_larger_squared_correlation():
+    torch.manual_seed(0)
+    ffn, x_BTD = FFN('nc', 16, 40, bool_frac=0.5), 3 * torch.randn(4, 50, 16)
+    with torch.no_grad():
+        ffn.up.weight[ffn.units['and']] *= torch.linspace(0.1, 5, 10)[:, None] # units led by A, and units led by B
+        r2 = ffn.single_operand_r2(x_BTD)
+        members, hidden_BTF = ffn.memberships(x_BTD), ffn.hidden(ffn.up(x_BTD))
+    expected = []
+    for name in ('and', 'and_not'):
+        for i, unit in enumerate(hidden_BTF[..., ffn.units[name]].flatten(0, 1).T.double().numpy()):
+            A, B = (members[operand].flatten(0, 1)[:, i].double().numpy() for operand in 'ab')
+            expected.append([np.corrcoef(unit, operand)[0, 1] ** 2 for operand in (A, B)])
+    assert r2.tolist() == pytest.approx([max(pair) for pair in expected], abs=1e-5)
+    assert {a > b for a, b in expected} == {True, False}
+    assert ffn.two_operand_share(x_BTD) == pytest.approx(sum(max(pair) < 0.9 for pair in expected) / 20)
+    assert 0 < ffn.two_operand_share(x_BTD) < 1
+
+
+def test_two_fair_independent_bits_explain_a_third_each():
+    """var(A) = 1/4, var(A*B) = 3/16, their covariance 1/8: the square is (1/8)^2 / (3/64) = 1/3; so for A*(1-B)."""
+    pre_TF = torch.cartesian_prod(torch.tensor([-40.0, 40]), torch.tensor([-40.0, 40]))
+    ffn, x = with_pre_activations(pre_TF, bool_frac=1.0)
+    assert ffn.single_operand_r2(x).tolist() == pytest.approx([1 / 3, 1 / 3])
+    assert ffn.two_operand_share(x) == 1
+
+
+def test_one_operand_explains_a_unit_whose_other_operand_stands_still():
+    for still in (0, 1):
+        pre_TF = torch.randn(20, 2)
+        pre_TF[:, still] = 0.7
+        ffn, x = with_pre_activations(pre_TF, bool_frac=1.0)
+        assert ffn.single_operand_r2(x).tolist() == pytest.approx([1, 1]) and ffn.two_operand_share(x) == 0
+
+
+def test_a_unit_that_stands_still_uses_no_operand():
+    """A is 0, so both units are; B moves."""
+    ffn, x = with_pre_activations(torch.stack([torch.full((20,), -40.0), torch.randn(20)], dim=1), bool_frac=1.0)
+    assert ffn.single_operand_r2(x).tolist() == [1, 1] and ffn.two_operand_share(x) == 0
 
 
 def test_quantifiers_see_fp32_under_bf16_autocast():
