@@ -308,7 +308,8 @@ def train(config, run, stop):
             step, measured, last_loss, norms, record = restore(
                 folder / 'last.pt', model, optimizer, config, run.device,
                 loop=('step', 'measured', 'last_loss', 'norms', 'record'),
-                same=(*LOGIC_KEYS, 'task', 'n_train', 'batch_size', 'backbone'), own=('weight_decay', 'rate'))
+                same=(*LOGIC_KEYS, 'task', 'seed', 'n_train', 'max_tokens', 'batch_size', 'backbone', 'dtype'),
+                own=('weight_decay', 'rate'))
             logged = step
         if run.main:
             write_config(folder, config, run)
@@ -533,15 +534,16 @@ def draw_routing(results, path):
     name, first = next(((name, r) for name, r in runs if name == 'inter8'), runs[0])
     weights = torch.tensor(first['routing'])
     layers, channels = weights.shape
-    figure, axis = pyplot().subplots(figsize=(8, 1.6 + 0.25 * layers), layout='constrained')
+    figure, axis = pyplot().subplots(figsize=(8, 2 + 0.25 * layers), layout='constrained')
     image = axis.imshow(weights.numpy(), aspect='auto', cmap='viridis', vmin=0)
     for group, label in enumerate(('AND', 'OR', 'NOT')):
         axis.axvline(group * channels / 3 - 0.5, color='white', lw=2)
         axis.text((group + 0.5) * channels / 3 - 0.5, -0.7, label, ha='center', va='bottom')
     axis.set(xlabel='routed channel', ylabel='layer', yticks=range(0, layers, max(1, layers // 8)))
-    bar = figure.colorbar(image, label=f'mean routing weight, {name}, seed {first["seed"]}')
-    bar.ax.axhline(1 / channels, color='red')
-    bar.ax.text(1.1, 1 / channels, ' uniform', color='red', va='center', transform=bar.ax.get_yaxis_transform())
+    top = float(weights.max())
+    bar = figure.colorbar(image, label='mean routing weight')
+    bar.set_ticks([0, 1 / channels, top], labels=['0', f'uniform, 1/{channels}', f'{top:.2f}'])
+    figure.suptitle(f'{name}, seed {first["seed"]}')
     figure.savefig(path, dpi=150)
 
 

@@ -1,10 +1,14 @@
-"""What the scans and the FFN kinds cost, in time and memory. A benchmark: pytest does not collect it.
+"""What the scans, the FFN kinds and the logic stream cost, in time and memory. A benchmark: pytest does not collect it.
 
     python tests/bench.py --scan      the parallel scans against a loop over the tokens     results/bench_scan.json
     python tests/bench.py --lm        training steps of nc, without and with quantifiers, against gelu
     results/bench_lm.json
+    python tests/bench.py --cls       training steps of each variant of the classifier against baseline, at the shape of
+    the layers of Llama 3.1 8B and 3.2 1B                                              results/bench_cls.json
+    python tests/bench.py --parity    64 models of the parity probe as one against one by one
+    results/bench_parity.json
 
-On CUDA the models and the scans are compiled, the models trained in bf16. What is compared is interleaved in one
+On CUDA GPT and the scans are compiled, the models trained in bf16. What is compared is interleaved in one
 process, a round of each after the other, so that a slower minute slows all of them. Ratios are medians over the rounds.
 Prints a table and, as the last line, the numbers as JSON.
 """
@@ -16,14 +20,18 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from model import GPT, param_groups
+import parity
+import train_cls
+from model import GPT, VARIANTS, Classifier, Llama, param_groups
 from quantifier import decayed_max, decayed_mean
 from runtime import configure, fail, launch, precision, result
 from train_lm import PRESETS, peak_flops
@@ -31,7 +39,11 @@ from train_lm import PRESETS, peak_flops
 DEFAULTS = dict(
     scan=False,           # the quantifiers' scans against a loop over the tokens
     lm=False,             # training steps of the language model
-    repeats=0,            # rounds of each measurement; 0: 15 for the scans, 20 for the tiny shape, 5 for GPT-2 small
+    cls=False,            # training steps of the classifier
+    layers=2,             # of the classifier's backbone
+    parity=False,         # many small models as one
+    repeats=0,            # rounds; 0: 15 for the scans, 20 for the tiny GPT, 5 for GPT-2 small, 15 for the classifier
+                          # on CUDA and 3 elsewhere, 3 for parity
     device='auto',        # cpu, cuda or mps; auto takes what is there
 )
 
@@ -219,7 +231,107 @@ def bench_lm(device, repeats):
     return dict(steps=rows)
 
 
-BENCHES = {'scan': bench_scan, 'lm': bench_lm}
+# ---- the classifier
+
+BACKBONES = {'8B': dict(d=4096, d_ff=14336, n_head=32, n_kv_head=8),
+             '1B': dict(d=2048, d_ff=8192, n_head=32, n_kv_head=8)}
+
+
+def classifier_steps(shape, layers, batch, T, dtype, device, vocab_size=1024):
+    """{variant: (a function that trains it for one step, its parameters)}, as train_cls.py does, with checkpointing.
+
+    All share one backbone, so that memory holds them together; each step updates it with its modules. The vocabulary is
+    small, because the embedding is no layer and the step of its optimizer would only make the ratios look better.
+    """
+    torch.manual_seed(0)
+    llama = Llama(vocab_size, n_layer=layers, head=False, **shape).to(device, dtype)
+    settings = {key: train_cls.DEFAULTS[key] for key in (*train_cls.LOGIC_KEYS, 'checkpointing')}
+    config, run = dict(train_cls.DEFAULTS, micro_batch=batch), SimpleNamespace(rank=0, world=1, device=device)
+    examples = [dict(ids=torch.randint(vocab_size, (T,)).tolist(), label=i % 3) for i in range(batch)]
+    shared = torch.optim.AdamW(llama.parameters(), lr=config['lr'], weight_decay=config['weight_decay'])
+
+    def stepper(model):
+        own = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith('llama.')],
+                                lr=config['lr'], weight_decay=config['weight_decay'])
+
+        def step():
+            train_cls.gradients(model, model, examples, 0, config, run)
+            for optimizer in (shared, own):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return step, model.num_params()[1]
+    return {name: stepper(Classifier(llama, **settings | row)) for name, row in VARIANTS.items()}
+
+
+def bench_cls(device, repeats, layers):
+    """A step of each variant on the paper's batch, 30 x 250 tokens in bf16; on a CPU 1 x 64 in fp32. `memory_mb`: what
+    a step holds beyond weights and the optimizer's state, which are three times the weights; `all_memory_to_baseline`
+    counts these too. inter8_alpha01 and inter8_learned cost what inter8 does: how far they are from it is the error.
+    """
+    on_gpu, rows = device.type == 'cuda', []
+    (batch, T), dtype = ((30, 250), torch.bfloat16) if on_gpu else ((1, 64), torch.float32)
+    for shape_name, shape in BACKBONES.items():
+        steps = classifier_steps(shape, layers, batch, T, dtype, device)
+        times = rounds({name: step for name, (step, _) in steps.items()}, repeats or (15 if on_gpu else 3), device)
+        memory = {name: peak_memory(step, device) for name, (step, _) in steps.items()}
+        whole = {name: memory[name] + 3 * dtype.itemsize * used for name, (_, used) in steps.items()}
+        for name in steps:
+            rows.append({'shape': shape_name, 'layers': layers, 'variant': name, 'batch': batch, 'tokens': T,
+                         'step_ms': 1e3 * statistics.median(times[name]),
+                         'to_baseline': ratio(times[name], times['baseline']), 'memory_mb': memory[name] / 2 ** 20,
+                         'all_memory_to_baseline': whole[name] / whole['baseline']})
+    print(f'training steps with checkpointing: forward, backward, AdamW; {str(dtype).removeprefix("torch.")}')
+    table(rows)
+    return dict(steps=rows)
+
+
+# ---- the parity probe
+
+def train_alone(config, seed, device):
+    """What parity.train does to one of its models, written for one: the step at which it is right on all inputs, or -1.
+    """
+    torch.manual_seed(config['seed'] + seed)
+    stack = parity.Stack(config, config['n']).to(device)
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=config['lr'], weight_decay=config['weight_decay'])
+    bits = parity.all_inputs(config['n']).to(device)
+    odd, solved_at = parity.parity(bits), -1
+    for step in range(config['steps'] + 1):
+        if step % config['check_every'] == 0 or step == config['steps']:
+            with torch.no_grad():
+                if solved_at < 0 and ((stack(bits)[:, 0] > 0) == (odd > 0)).all():
+                    solved_at = step
+        if step < config['steps']:
+            F.binary_cross_entropy_with_logits(stack(bits)[:, 0], odd).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return solved_at
+
+
+def bench_parity(device, repeats, steps=200, n_seeds=64):
+    """Training 64 models of one layer on all inputs of 6 bits, d_model and width 32: stacked against one by one.
+    `_solved`: how many of either have learned it, to see that both train the same."""
+    rows = []
+    for ffn in parity.DEFAULTS['kinds'].split(','):
+        config = parity.DEFAULTS | dict(n=6, ffn=ffn, depth=1, width=32, d_model=32, lr=0.01, steps=steps,
+                                        n_seeds=n_seeds)
+        solved_at = {}
+
+        def batched():                                     # wanted: more than there are, so to the last step
+            solved_at['batched'] = parity.train(config, [{}], n_seeds + 1, device)[0].tolist()
+
+        def one_by_one():
+            solved_at['one_by_one'] = [train_alone(config, seed, device) for seed in range(n_seeds)]
+
+        times = rounds({'batched': batched, 'one_by_one': one_by_one}, repeats or 3, device)
+        rows.append({'ffn': ffn, **{f'{name}_s': statistics.median(times[name]) for name in times},
+                     'speedup': ratio(times['one_by_one'], times['batched']),
+                     **{f'{name}_solved': sum(step >= 0 for step in solved_at[name]) for name in times}})
+    print(f'{n_seeds} models, N=6, depth 1, width 32, {steps} steps on all 64 inputs; fp32')
+    table(rows)
+    return dict(n_seeds=n_seeds, steps=steps, kinds=rows)
+
+
+BENCHES = {'scan': bench_scan, 'lm': bench_lm, 'cls': bench_cls, 'parity': bench_parity}
 
 
 if __name__ == '__main__':
@@ -230,7 +342,8 @@ if __name__ == '__main__':
     device, results = launch(config['device']).device, {}
     torch.backends.cuda.matmul.allow_tf32 = True
     for name in chosen:
-        results[name] = dict(machine=machine(device), **BENCHES[name](device, config['repeats']))
+        more = (config['layers'],) if name == 'cls' else ()
+        results[name] = dict(machine=machine(device), **BENCHES[name](device, config['repeats'], *more))
         path = ROOT / 'results' / f'bench_{name}.json'
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(results[name], indent=1) + '\n')

@@ -336,7 +336,8 @@ def test_models_that_solve_it_do_so_at_steps_of_their_own():
 
 
 def test_training_ends_once_enough_seeds_of_one_point_have_solved_it(monkeypatch):
-    answers = iter([[0, 0, 1, 0], [1, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
+    """A model that has solved it and is wrong later has solved it."""
+    answers = iter([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]])
     monkeypatch.setattr(parity, 'solved', lambda *args: torch.tensor(next(answers), dtype=torch.bool))
     config = parity.DEFAULTS | dict(n=2, n_seeds=2, width=8, d_model=8, depth=1, steps=60, check_every=20)
     assert train(config, [dict(lr=0.0), dict(lr=0.01)], wanted=2).tolist() == [[20, -1], [0, 40]]
@@ -439,6 +440,7 @@ def test_kinds_on_request_join_those_that_are_there(main, planted):
     before = len(planted)
     status, result, _ = main(*SWEEP)
     assert status == 0 and {key[0] for key in planted[before:]} == {'nc'} and len(result['largest']) == len(FRONTIER)
+    assert len(main('--sweep', '--kinds=nc')[1]['largest']) == len(FRONTIER) / 2            # those that were asked for
 
 
 def test_without_norm_the_sweep_is_another(main, planted):
@@ -470,8 +472,8 @@ def test_a_damaged_sweep_is_refused(main, planted, content):
 
 
 def test_each_point_of_the_grid_by_itself(main, monkeypatch):
-    """What half of the seeds solve: at the first point and width 8 gelu 8 bits, nc 6 and sigbilinear none; at the second
-    point and width 12 nc 8 and gelu 6; everywhere else nothing."""
+    """Half of the seeds solve: at the first point and width 8 8 bits with gelu, 6 with nc; at the second point and width
+    12 8 with nc, 6 with gelu; else nothing."""
     plant, calls = {('gelu', 8, 0): 8, ('nc', 8, 0): 6, ('nc', 12, 1): 8, ('gelu', 12, 1): 6}, []
 
     def fake_train(config, points, wanted, device):

@@ -61,6 +61,22 @@ def test_the_counts_without_tuning_follow_from_the_seeds(file):
     assert f'at {at_six[1]} others GELU' in README
 
 
+def test_the_classifier_s_figures_follow_from_its_runs():
+    """Accuracies and the paired differences, worked out anew from results/cls_rulebase_all.json."""
+    results = json.loads((ROOT / 'results' / 'cls_rulebase_all.json').read_text())['results']
+    table = (ROOT / 'results' / 'cls_rulebase_all.md').read_text()
+    accuracy = {name: {run['seed']: run['val_accuracy'] for run in runs} for name, runs in results.items()}
+    for name, by_seed in accuracy.items():
+        assert sorted(by_seed) == [42, 123, 777] and min(by_seed.values()) > 0.1 + results[name][0]['majority']
+        values = by_seed.values()
+        assert f'| {name} | 3 | {statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f} |' in table
+    for first, second in re.findall(r'\n\| (\w+) - (\w+) \|', table):
+        diffs = [100 * (accuracy[first][seed] - accuracy[second][seed]) for seed in accuracy[first]]
+        mean, se = statistics.fmean(diffs), statistics.stdev(diffs) / 3 ** 0.5
+        line = next(line for line in table.splitlines() if line.startswith(f'| {first} - {second} |'))
+        assert f'| {mean:+.2f} | {se:.2f} |' in line and line.endswith('| yes |' if mean > 2 * se else '| no |')
+
+
 def test_links_lead_to_what_they_name():
     links = re.findall(r'\[([\w. ]+)\]\((\w+\.py)#L(\d+)\)', README)
     assert len(links) >= 8

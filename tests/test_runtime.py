@@ -167,7 +167,7 @@ ROWS = dict(task=dict(easy=dict(n=1, lr=1.0), hard=dict(n=2, lr=2.0, wide=True))
 
 @pytest.fixture
 def rowed(tmp_path):
-    """rowed('--key=value', ...) -> (n, lr, wide, task) of a script whose task, preset and kind bring rows of settings."""
+    """rowed('--key=value', ...) -> (n, lr, wide, task) of a script whose task, preset and kind bring rows."""
     defaults = dict(n=0, lr=0.0, wide=False, task='', kind='a', out_dir='', resume=False)
 
     def call(*words):
