@@ -4,7 +4,7 @@ section 5).
     python parity.py --n 12 --ffn=bilinear            # one setting, eight seeds at once: half a minute on a CPU
     python parity.py --sweep                          # claims A2, A3: the largest N by kind, depth and width
     python parity.py --sweep --norm=off               # the same without LayerNorm, where 2^depth bounds bilinear
-    python parity.py --fixed                          # one layer at each point of the grid by itself: who solves 8 bits?
+    python parity.py --fixed                          # one layer, each point of the grid by itself: who solves 8 bits?
     python parity.py --dynamics                       # claim A8: does logic crystallise where the task pays for it?
 
 Parity is 1 where an odd number of bits is set. No smaller set of the bits says anything about it, so all of them have
@@ -316,9 +316,9 @@ def grid_points():
 
 
 def fixed(config, device):
-    """Claim A2 without tuning: at how many points of the grid does half of the seeds solve N bits with one layer? And at
-    how many points and widths does one kind solve the larger N where another, which solves the smaller, does not (the
-    paper: 8 bits for nc, 6 for GELU)?"""
+    """Claim A2 without tuning: at how many points of the grid does half of the seeds solve N bits with one layer? And
+    at how many points and widths does one kind solve the larger N where another, which solves the smaller, does not
+    (the paper: 8 bits for nc, 6 for GELU)?"""
     name = 'parity_fixed' if config['norm'] else 'parity_fixed_plain'
     points, settings = grid_points(), config | SWEEP_SETTINGS
     cells = [*itertools.product(FIXED['kinds'], FIXED['widths'], FIXED['ns'])]
