@@ -1,0 +1,814 @@
+"""Reads the units of a trained GPT: what each fires on, remembers and predicts (paper A, sections 6, 7 and 9).
+
+    python interpret.py                                        # the newest run of train_lm.py: a minute on a CPU
+    python interpret.py --ckpt=out/lm/RUN --html=units.html    # the same as one page to read in a browser
+    python interpret.py --ckpt=out/lm/RUN --layer=2            # the Boolean units of a layer by name (layers from 0)
+    python interpret.py --ckpt=out/lm/RUN --layer=2 --unit=470 # all about one unit
+    python interpret.py --over=out/lm/A,out/lm/B               # logic over the checkpoints of runs trained with --keep
+    python interpret.py --study=out/compare                    # the runs of train_lm.py --compare: is a licensing
+                                                               # detector due to the architecture, memory, training?
+A unit by name, from the tokens that raise its memberships to the tokens that its write raises:
+
+    EXISTS[0.60](taller|older|..) -> than    such a token has occurred; 0.60 of that is left a token later
+    OFTEN[0.90](agrees|..) -> most           how often lately
+    (is|was) and (tall|..) -> today          both at the same token; "but not" where the second one is negated
+    (tall|..) -> today                       where one operand explains 90% of the unit (a soft gate)
+
+What is read and measured:
+
+    half-life    of a quantifier: tokens until half is forgotten; a latch outlasts the context
+    fires on     tokens with the highest mean membership; for a GELU unit the mean pre-activation
+    raises       logit lens: the unit's column of `down` through the final norm's gain and the head
+    detector     a unit that passes three tests on held-out sentences of a family (comparative, passive, neither,
+                 negation; prepare.licensed_places), all at the bounds of TEST:
+                 1 AUC: it fires more on licensors than on the other tokens; 2 lens: a licensed word is among the tokens
+                 that it raises most; 3 mean ablation: setting it to its mean costs the licensed word more
+                 log-probability than 95 of 100 random units do, and twice what it costs where the licensor is missing
+    groups       the units of a kind that pass 1 and 2, removed together, against as many random ones of their kind
+    redundancy   loss against the number of units removed (mean ablation), by layer: Boolean units and GELU units
+    participation ratio   (sum of eigenvalues)^2 / sum of squares, of the covariance of hidden units: how many
+                 directions they really use
+
+A plain run writes interpret.json, half_lives.png and redundancy.png to the folder of the checkpoint, --over over.json
+and over.png to that of the first run, --study results/detectors.json and .md. The last line: detectors, a count by
+family and layer.
+"""
+
+import base64
+import contextlib
+import html
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import prepare
+from evaluate import load_model, windows
+from model import GPT, MODEL_KEYS, POINTWISE
+from runtime import configure, fail, launch, pyplot, result, saving, spread, table, write_json, write_text
+
+DEFAULTS = dict(
+    ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
+    data_dir='',                # where prepare.py writes; '' is where the model was trained from
+    device='auto',              # auto | cpu | cuda | mps
+    n_tokens=8192,              # validation tokens that the units are read on
+    layer=-1,                   # read this layer alone
+    unit=-1,                    # and in it this hidden unit
+    html='',                    # file for a page with all of it
+    seed=1,                     # draws test sentences and random units
+    # instead of reading one model
+    over='',                    # folders of runs with step_*.pt, with commas
+    study='',                   # folder of the runs of train_lm.py --compare
+    seeds='1,2,3',              # of that study
+)
+# A detector, see above. Chosen by looking at models of seed 1, reported on seeds 2 and 3.
+TEST = dict(places=50, auc=0.9, top_k=5, random_units=100, above=0.95, drop=0.002, ratio=2.0)
+KINDS = {'exists': 'quantifier', 'proportion': 'quantifier', 'and': 'operand', 'and_not': 'operand'}
+GATE = 0.9     # one operand explains so much of a soft gate, as in FFN.two_operand_share
+SHOWN = ('auc', 'rank', 'drop', 'drop_unlicensed', 'above')
+COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
+
+
+# ---- inside a model
+
+@contextlib.contextmanager
+def hooked(hooks):
+    """Forward pre-hooks [(module, hook)], for the length of a block."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def trace(model, ids_BT):
+    """What each layer sees of the tokens: a list of namespaces block [B,T,D] (what enters the layer), ffn [B,T,D] (what
+    enters its FFN) and hidden [B,T,F]."""
+    seen = [SimpleNamespace() for _ in model.blocks]
+
+    def keep(layer, name):
+        return lambda module, inputs: setattr(layer, name, inputs[0])
+
+    with hooked([(module, keep(layer, name)) for layer, block in zip(seen, model.blocks)
+                 for module, name in ((block, 'block'), (block.ffn, 'ffn'), (block.ffn.down, 'hidden'))]):
+        model(ids_BT)
+    return seen
+
+
+def unit_names(ffn):
+    """The part of FFN.units that each hidden unit belongs to, a list of F names."""
+    return [name for name, part in ffn.units.items() for _ in range(part.start, part.stop)]
+
+
+def kinds_of(ffn):
+    """quantifier, operand or the name of the activation, for each hidden unit."""
+    return [KINDS.get(name, name) for name in unit_names(ffn)]
+
+
+@torch.no_grad()
+def response(ffn, x_BTD, hidden_BTF):
+    """What each hidden unit makes of a token by itself, [B,T,F]: a quantifier its membership before it is carried on, a
+    pointwise unit its pre-activation, any other its value. (Pre-activations of q rank like the memberships, without
+    ties where the sigmoid saturates.)"""
+    if ffn.kind in POINTWISE:
+        return ffn.up(x_BTD)
+    if ffn.kind != 'nc':
+        return hidden_BTF
+    pre_BTF = ffn.up(x_BTD)
+    pairs = slice(ffn.units['and'].start, ffn.units['and_not'].stop)
+    pre_BTF[..., pairs] = hidden_BTF[..., pairs]
+    return pre_BTF
+
+
+@torch.no_grad()
+def lens(model, layer):
+    """Logit lens: how far one unit of each hidden unit raises each token's logit, [V,F], but for the final norm's
+    division, which is one positive number a token of text. What a unit writes to every direction alike the norm's
+    centring removes."""
+    write_DF = model.blocks[layer].ffn.down.weight
+    write_DF = model.norm.weight[:, None] * (write_DF - write_DF.mean(0))
+    return model.tokens.weight[:model.vocab_size] @ write_DF
+
+
+def without(ffn, units, mean_F):
+    """Hooks that set hidden units of an FFN to their means."""
+    def replace(module, inputs):
+        hidden_BTF = inputs[0].clone()
+        hidden_BTF[..., units] = mean_F[units].to(hidden_BTF.dtype)
+        return (hidden_BTF,)
+    return [(ffn.down, replace)]
+
+
+# ---- the licensing test
+
+def auc(in_NF, out_MF):
+    """The chance that one of N values exceeds one of M, ties as half: [F]."""
+    out_FM, in_FN = out_MF.T.sort(dim=1).values.contiguous(), in_NF.T.contiguous()
+    below, up_to = (torch.searchsorted(out_FM, in_FN, right=right) for right in (False, True))
+    return (below + up_to).double().mean(1) / (2 * out_FM.size(1))
+
+
+def encode_places(tokenizer, places, device):
+    """prepare.licensed_places as tokens, after an end of text: ids [2n,T], the licensed half first; real [2n,T], last
+    [2n] (the token from which the word is predicted), licensor [n] (its last token), word [2n] (its first token)."""
+    rows, licensor_n = [], []
+    for key in ('licensed', 'unlicensed'):
+        for place in places:
+            ends = [1]
+            ids = [tokenizer.eot]
+            for word in place[key]:
+                ids += tokenizer.encode(' ' + word)
+                ends.append(len(ids))
+            rows.append(ids)
+            if key == 'licensed':
+                licensor_n.append(ends[place['licensor'] + 1] - 1)
+    last_B = torch.tensor([len(ids) - 1 for ids in rows])
+    ids_BT = torch.full((len(rows), int(last_B.max()) + 1), tokenizer.eot)
+    for row, ids in zip(ids_BT, rows):
+        row[:len(ids)] = torch.tensor(ids)
+    word_B = torch.tensor([tokenizer.encode(' ' + place['word'])[0] for place in places] * 2)
+    fields = dict(ids=ids_BT, real=torch.arange(ids_BT.size(1)) <= last_B[:, None], last=last_B, word=word_B,
+                  licensor=torch.tensor(licensor_n))
+    return SimpleNamespace(**{key: value.to(device) for key, value in fields.items()})
+
+
+@torch.no_grad()
+def word_log_prob(model, task, x_BTD, layer=0):
+    """Log-probability of the word at each place, [2n], from what enters a layer."""
+    rows = torch.arange(len(task.last), device=task.last.device)
+    for block in model.blocks[layer:]:
+        x_BTD = block(x_BTD)
+    logits_BV = model.head(model.norm(x_BTD[rows, task.last]))[:, :model.vocab_size]
+    return logits_BV.float().log_softmax(-1)[rows, task.word]
+
+
+def ablation(model, task):
+    """drop([(layer, unit)]) -> the log-probability [2n] that the word loses when the units are set to their means over
+    the task's tokens."""
+    seen = trace(model, task.ids)
+    means = [layer.hidden[task.real].mean(0) for layer in seen]
+    before_B = word_log_prob(model, task, seen[0].block)
+
+    def drop(units):
+        hooks, first = [], min(layer for layer, _ in units)
+        for layer in {layer for layer, _ in units}:
+            chosen = [unit for other, unit in units if other == layer]
+            hooks += without(model.blocks[layer].ffn, chosen, means[layer])
+        with hooked(hooks):
+            return (before_B - word_log_prob(model, task, seen[first].block, first)).double()
+    return drop
+
+
+def first_two_tests(model, task):
+    """AUC and lens: (auc [F], rank [F]) of each layer. rank: how many tokens the unit raises more than the licensed
+    word (of two, the one that it raises more)."""
+    rows, others_BT = torch.arange(len(task.licensor), device=task.licensor.device), task.real.clone()
+    others_BT[rows, task.licensor] = False
+    for layer, (block, seen) in enumerate(zip(model.blocks, trace(model, task.ids))):
+        fires_BTF, raised_VF = response(block.ffn, seen.ffn, seen.hidden), lens(model, layer)
+        rank_WF = torch.stack([(raised_VF > raised_VF[word]).sum(0) for word in task.word.unique()])
+        yield auc(fires_BTF[rows, task.licensor], fires_BTF[others_BT]), rank_WF.min(0).values
+
+
+def is_detector(record):
+    """The third test, of a unit that passed the first two."""
+    return (record['above'] >= TEST['above'] and
+            record['drop'] >= max(TEST['drop'], TEST['ratio'] * record['drop_unlicensed']))
+
+
+def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
+    """The three tests in every unit and family, naming none beforehand.
+
+    Returns (units, groups). units: records family, layer, unit, kind, auc, rank, drop and drop_unlicensed (nats),
+    above (the share of random units whose drop is smaller), detector, of the units that pass the first two. groups:
+    records family, kind, of (units of this kind), passed (the first two tests), and of those removed together drop,
+    drop_unlicensed and drop_random, the mean over 20 random sets of the same kind and size.
+    """
+    generator, n = torch.Generator().manual_seed(seed), TEST['places']
+    kinds = [kinds_of(block.ffn) for block in model.blocks]
+    pool = [(layer, unit) for layer, row in enumerate(kinds) for unit in range(len(row))]
+
+    def sample(options, size):
+        return [options[i] for i in torch.randperm(len(options), generator=generator)[:size].tolist()]
+
+    units, groups = [], []
+    for family in tqdm(prepare.LICENSED, desc=desc, disable=not desc, dynamic_ncols=True, leave=False):
+        task = encode_places(tokenizer, prepare.licensed_places(family, n, seed), device)
+        drop, name = ablation(model, task), family.__name__
+        random_R = torch.stack([drop([unit])[:n].mean() for unit in sample(pool, TEST['random_units'])])
+        passed = [dict(family=name, layer=layer, unit=unit, kind=kinds[layer][unit], auc=float(auc_F[unit]),
+                       rank=int(rank_F[unit]))
+                  for layer, (auc_F, rank_F) in enumerate(first_two_tests(model, task))
+                  for unit in ((auc_F >= TEST['auc']) & (rank_F < TEST['top_k'])).nonzero().flatten().tolist()]
+        for record in passed:
+            licensed, unlicensed = (part.mean() for part in drop([(record['layer'], record['unit'])]).split(n))
+            record |= dict(drop=float(licensed), drop_unlicensed=float(unlicensed),
+                           above=float((random_R < licensed).double().mean()))
+            record['detector'] = is_detector(record)
+        units += passed
+        for kind in dict.fromkeys(kind for row in kinds for kind in row):
+            members = [(record['layer'], record['unit']) for record in passed if record['kind'] == kind]
+            of_kind = [(layer, unit) for layer, unit in pool if kinds[layer][unit] == kind]
+            group = dict(family=name, kind=kind, of=len(of_kind), passed=len(members))
+            if members:
+                licensed_n, unlicensed_n = drop(members).split(n)
+                chance = [drop(sample(of_kind, len(members)))[:n].mean() for _ in range(20)]
+                group |= dict(drop=float(licensed_n.mean()), drop_unlicensed=float(unlicensed_n.mean()),
+                              drop_random=float(torch.stack(chance).mean()))
+            groups.append(group)
+    return units, groups
+
+
+def count_detectors(units):
+    """{family: {layer: how many}}, of families and layers that have any."""
+    counts = {}
+    for record in units:
+        if record['detector']:
+            of_family = counts.setdefault(record['family'], {})
+            of_family[str(record['layer'])] = of_family.get(str(record['layer']), 0) + 1
+    return counts
+
+
+# ---- reading units
+
+def token_means(ids_N, values_NF, least=5):
+    """(tokens [U], mean of the values at each [U,F]), of the tokens that occur at least so often (or at all, where
+    none does)."""
+    tokens_U, index_N, count_U = ids_N.unique(return_inverse=True, return_counts=True)
+    sum_UF = torch.zeros(len(tokens_U), values_NF.size(1), dtype=values_NF.dtype, device=values_NF.device)
+    sum_UF.index_add_(0, index_N, values_NF)
+    often_U = count_U >= min(least, int(count_U.max()))
+    return tokens_U[often_U], (sum_UF / count_U[:, None])[often_U]
+
+
+def squared_correlation(x_NF, y_NF):
+    """By column, [F]."""
+    x_NF, y_NF = x_NF - x_NF.mean(0), y_NF - y_NF.mean(0)
+    norm_F = (x_NF.square().sum(0) * y_NF.square().sum(0)).clamp_min(1e-30)
+    return (x_NF * y_NF).sum(0).square() / norm_F
+
+
+@torch.no_grad()
+def read_layer(model, layer, seen, ids_BT):
+    """What the units of a layer do over a trace's tokens: names (parts), fires [B,T,F] (a quantifier's membership, else
+    the response), hidden [B,T,F], tokens [U] and by_token [U,F] (mean of fires), operands {'a', 'b': [U,n]}, r2 (see
+    FFN.single_operand_r2) and first (whether A explains a unit better than B), raised [V,F], write_norm and
+    half_life [F] (nan but for quantifiers)."""
+    ffn, ids_N = model.blocks[layer].ffn, ids_BT.flatten()
+    names, flat = unit_names(ffn), lambda x: x.flatten(0, -2).float()
+    r = SimpleNamespace(layer=layer, names=names, fires=response(ffn, seen.ffn, seen.hidden).float(),
+                        hidden=seen.hidden.float(), raised=lens(model, layer).float(), operands={},
+                        write_norm=ffn.down.weight.norm(dim=0), half_life=torch.full((len(names),), math.nan).double())
+    if ffn.quantifier:
+        quantified = slice(ffn.units['and_not'].stop, None)
+        r.fires[..., quantified] = r.fires[..., quantified].sigmoid()
+        r.half_life[quantified] = ffn.quantifier.half_life().cpu()
+    r.tokens, r.by_token = token_means(ids_N, flat(r.fires))
+    if ffn.kind == 'nc' and ffn.units['and'].stop > ffn.units['and'].start:
+        m = {key: flat(value) for key, value in ffn.memberships(seen.ffn).items()}
+        r.operands = {key: token_means(ids_N, m[key])[1] for key in 'ab'}
+        r.r2 = ffn.single_operand_r2(seen.ffn)
+        pairs = flat(seen.hidden[..., ffn.units['and'].start:ffn.units['and_not'].stop]).chunk(2, dim=1)
+        r.first = torch.cat([squared_correlation(unit, m['a']) >= squared_correlation(unit, m['b']) for unit in pairs])
+        r.pairs_from = ffn.units['and'].start
+    return r
+
+
+def shown(tokenizer, token):
+    """A token as one would write it."""
+    text = tokenizer.decode([int(token)])
+    return text.strip() or repr(text)
+
+
+def top(tokenizer, tokens, values, n=8):
+    """[(text, value)] of the n largest."""
+    best = values.topk(min(n, len(values)))
+    return [(shown(tokenizer, tokens[i]), value) for value, i in zip(best.values.tolist(), best.indices.tolist())]
+
+
+def either(best):
+    """The tokens of a list from top as one word: those of at least half the first value, at most three by name."""
+    names = [text for text, value in best if value >= best[0][1] / 2]
+    return '|'.join(names[:3]) + ('|..' if len(names) > 3 else '')
+
+
+def describe(r, unit, tokenizer):
+    """A unit of a read layer as a record: layer, unit, kind, name, fires and raises and lowers [(token, value)],
+    write_norm, and where it has them half_life, a, b (as fires) and r2."""
+    kind, vocabulary = r.names[unit], range(len(r.raised))
+    record = dict(layer=r.layer, unit=unit, kind=kind, name='', fires=top(tokenizer, r.tokens, r.by_token[:, unit]),
+                  raises=top(tokenizer, vocabulary, r.raised[:, unit]), write_norm=float(r.write_norm[unit]),
+                  lowers=[(text, -value) for text, value in top(tokenizer, vocabulary, -r.raised[:, unit])])
+    fires = either(record['fires'])
+    if kind in ('exists', 'proportion'):
+        record['half_life'] = float(r.half_life[unit])
+        rate = 0.5 ** (1 / record['half_life']) if record['half_life'] else 0.0
+        body = f'{"EXISTS" if kind == "exists" else "OFTEN"}[{rate:.2f}]({fires})'
+    elif kind in ('and', 'and_not'):
+        i, n = unit - r.pairs_from, r.operands['a'].size(1)
+        record |= {key: top(tokenizer, r.tokens, r.operands[key][:, i % n]) for key in 'ab'} | dict(r2=float(r.r2[i]))
+        a, b = (f'({either(record[key])})' for key in 'ab')
+        if record['r2'] >= GATE:
+            body = a if r.first[i] else f'{"not " * (kind == "and_not")}{b}'
+        else:
+            body = f'{a} {"and" if kind == "and" else "but not"} {b}'
+    else:
+        body = f'{kind}({fires})'
+    record['name'] = f'{body} -> {either(record["raises"][:2])}'
+    return record
+
+
+def contexts(r, unit, ids_BT, tokenizer, n=5, reach=7):
+    """Where the unit fires most, at most once a window: n lists of (token, fires, hidden) around the place."""
+    best_B, at_B = r.fires[..., unit].max(dim=1)
+    found = []
+    for b in best_B.argsort(descending=True)[:n].tolist():
+        around = range(max(0, int(at_B[b]) - reach), min(ids_BT.size(1), int(at_B[b]) + reach + 1))
+        found.append([(shown(tokenizer, ids_BT[b, t]), float(r.fires[b, t, unit]), float(r.hidden[b, t, unit]))
+                      for t in around])
+    return found
+
+
+def facts(record):
+    """[(label, text)] of a record."""
+    lists = dict(fires='fires on', a='A', b='B', raises='raises', lowers='lowers')
+    rows = [(label, ', '.join(f'{text} {value:.2f}' for text, value in record[key]))
+            for key, label in lists.items() if key in record]
+    if 'half_life' in record:
+        rows.append(('half-life', f'{record["half_life"]:.1f} tokens'))
+    if 'r2' in record:
+        rows.append(('one operand', f'explains {record["r2"]:.0%} of it' + ': a soft gate' * (record['r2'] >= GATE)))
+    return rows
+
+
+def card(record, places):
+    """All about a unit as lines of text; in the contexts, the membership in percent where it is at least half the
+    highest."""
+    lines = [f'layer {record["layer"]} unit {record["unit"]}: {record["name"]}']
+    lines += [f'  {label:<12}  {text}' for label, text in facts(record)]
+    most = max(fires for place in places for _, fires, _ in place)
+    lines += ['  context       ' + ' '.join(f'{text}[{100 * fires:.0f}]' if fires >= most / 2 > 0 else text
+                                           for text, fires, _ in place) for place in places]
+    return '\n'.join(lines)
+
+
+# ---- layers as a whole
+
+def participation_ratio(x_NF):
+    """(sum of eigenvalues)^2 / (sum of their squares) of the covariance: F for independent units of one variance, 1
+    where all move together, 0 where none moves."""
+    x_NF = x_NF.double() - x_NF.double().mean(0)
+    cov_FF = x_NF.T @ x_NF
+    return float(cov_FF.trace().square() / cov_FF.square().sum().clamp_min(1e-300))
+
+
+@torch.no_grad()
+def layer_records(model, seen):
+    """Of each layer: two_operand_share, saturation (None without Boolean units), participation ratio of all hidden
+    units and of each kind, and half-lives (median) and latches where there are quantifiers."""
+    quantifiers, records = model.quantifier_units(), []
+    for layer, (block, at) in enumerate(zip(model.blocks, seen)):
+        ffn, hidden_NF = block.ffn, at.hidden.flatten(0, 1)
+        kinds = kinds_of(ffn)
+        pairs, saturation = kinds.count('operand'), ffn.saturation(at.ffn)
+        ratios = {kind: participation_ratio(hidden_NF[:, [k == kind for k in kinds]]) for kind in dict.fromkeys(kinds)}
+        record = dict(layer=layer, two_operand_share=float(ffn.two_operand_share(at.ffn)) if pairs else None,
+                      saturation=None if saturation is None else float(saturation),
+                      participation_ratio={'all': participation_ratio(hidden_NF), **ratios})
+        if quantifiers:
+            here = quantifiers['layer'] == layer
+            for name, part in (('exists', quantifiers['exists']), ('proportion', ~quantifiers['exists'])):
+                if (here & part).any():
+                    record[f'half_life_{name}'] = float(quantifiers['half_life'][here & part].median())
+            record['latches'] = int((quantifiers['half_life'][here] > model.block_size).sum())
+        records.append(record)
+    return records
+
+
+@torch.no_grad()
+def loss_from(model, x_BTD, targets_BT, layer):
+    """Mean loss in nats a token, from what enters a layer."""
+    for block in model.blocks[layer:]:
+        x_BTD = block(x_BTD)
+    logits_BTV = model.head(model.norm(x_BTD))[..., :model.vocab_size]
+    return float(torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()))
+
+
+def redundancy(model, seen, targets_BT, seed=1, draws=4):
+    """Loss that removing units costs: records layer, part (Boolean or the activation's name), removed (1, 10, as many
+    as the layer has Boolean units), cost (nats a token, mean over random draws). Claim A7; for a kind without Boolean
+    units the largest number is a quarter of its units."""
+    generator, records = torch.Generator().manual_seed(seed), []
+    base = loss_from(model, seen[0].block, targets_BT, 0)
+    for layer, block in enumerate(tqdm(model.blocks, desc='redundancy', dynamic_ncols=True, leave=False)):
+        mean_F, parts = seen[layer].hidden.flatten(0, 1).mean(0), {}
+        for unit, name in enumerate(unit_names(block.ffn)):
+            parts.setdefault('Boolean' if name in KINDS else name, []).append(unit)
+        most = len(parts.get('Boolean', ())) or len(mean_F) // 4
+        for part, members in parts.items():
+            for removed in sorted({1, min(10, most), most}):
+                if removed > len(members):
+                    continue
+                costs = []
+                for _ in range(draws if removed < len(members) else 1):
+                    chosen = torch.randperm(len(members), generator=generator)[:removed].tolist()
+                    with hooked(without(block.ffn, [members[i] for i in chosen], mean_F)):
+                        costs.append(loss_from(model, seen[layer].block, targets_BT, layer) - base)
+                records.append(dict(layer=layer, part=part, removed=removed, cost=sum(costs) / len(costs)))
+    return records
+
+
+# ---- figures
+
+def draw_half_lives(path, model):
+    """Histogram a layer, by sort of quantifier; latches stand right of the dashed line, at the context."""
+    units = model.quantifier_units()
+    half_life = units['half_life'].cpu().clamp(0.1, 10 * model.block_size).numpy()
+    layers, exists = units['layer'].cpu().numpy(), units['exists'].cpu().numpy()
+    bins = np.geomspace(0.1, 10 * model.block_size, 41)
+    figure, axes = pyplot().subplots(model.n_layer, 1, figsize=(6, 1 + 1.2 * model.n_layer), sharex=True, squeeze=False,
+                                     layout='constrained')
+    for layer, axis in enumerate(axes[:, 0]):
+        for name, color, part in (('exists', COLORS[0], exists), ('proportion', COLORS[1], ~exists)):
+            axis.hist(half_life[(layers == layer) & part], bins, color=color, alpha=0.6, label=name)
+        axis.axvline(model.block_size, color='#666666', ls='--', lw=1)
+        axis.set(xscale='log', ylabel=f'layer {layer}')
+    axes[0, 0].legend()
+    axes[-1, 0].set(xlabel='half-life, tokens')
+    save_figure(figure, path)
+
+
+def draw_redundancy(path, records):
+    figure, axis = pyplot().subplots(figsize=(6, 4), layout='constrained')
+    for key in dict.fromkeys((record['layer'], record['part']) for record in records):
+        line = [record for record in records if (record['layer'], record['part']) == key]
+        axis.plot([record['removed'] for record in line], [record['cost'] for record in line],
+                  'o-' if key[1] == 'Boolean' else 'o--', color=COLORS[key[0] % len(COLORS)],
+                  label=f'layer {key[0]}, {key[1]}')
+    axis.set(xscale='log', xlabel='units removed', ylabel='loss over the whole model, nats a token')
+    axis.set_yscale('symlog', linthresh=1e-3)
+    axis.set_ylim(-1e-3)
+    axis.legend(fontsize='small')
+    save_figure(figure, path)
+
+
+def save_figure(figure, path):
+    with saving(path):
+        figure.savefig(path, dpi=150)
+    pyplot().close(figure)
+
+
+# ---- over the checkpoints of runs
+
+def over(c, device):
+    """Two-operand share and saturation by layer, at every step_*.pt of the runs (claims A6, A12)."""
+    runs, series = [Path(run) for run in c.over.split(',')], {}
+    for run in runs:
+        paths = sorted(run.glob('step_*.pt'))
+        if not paths:
+            fail(f'no step_*.pt in {run}: expected a run of train_lm.py with --keep=N, which keeps every N-th step')
+        for path in tqdm(paths, desc=run.name, dynamic_ncols=True, leave=False):
+            model, config, _ = load_model(path, device, c.data_dir)
+            records = layer_records(model, trace(model, text_of(c, config, device)[0]))
+            if records[0]['saturation'] is None:
+                fail(f'{run} has no Boolean units (ffn={config["ffn"]}): expected runs of --ffn=nc')
+            series.setdefault(str(run), []).append(dict(step=config['step'], layers=records))
+    folder = runs[0]
+    figure, axes = pyplot().subplots(len(runs), 2, figsize=(10, 3 * len(runs)), squeeze=False, layout='constrained')
+    for row, (run, points) in zip(axes, series.items()):
+        for axis, key in zip(row, ('two_operand_share', 'saturation')):
+            for layer in range(len(points[0]['layers'])):
+                axis.plot([point['step'] for point in points],
+                          [math.nan if (y := point['layers'][layer][key]) is None else y for point in points],
+                          'o-', color=COLORS[layer % len(COLORS)], label=f'layer {layer}')
+            axis.set(xlabel='step', ylabel=key.replace('_', ' '), title=Path(run).name, ylim=(-0.02, 1.02))
+    axes[0, 0].legend()
+    save_figure(figure, folder / 'over.png')
+    with saving(folder / 'over.json'):
+        write_json(folder / 'over.json', series)
+    return {run: dict(steps=[point['step'] for point in points],
+                      two_operand_share=[record['two_operand_share'] for record in points[-1]['layers']],
+                      saturation=[record['saturation'] for record in points[-1]['layers']])
+            for run, points in series.items()}
+
+
+# ---- the study: what makes a detector?
+
+STUDY = {   # model -> (run of train_lm.py --compare, what is changed in it)
+    'nc+quant': ('nc+quant', ''),
+    'nc+quant, every rate 0': ('nc+quant', 'rates'),
+    'nc+quant, untrained': ('nc+quant', 'untrained'),
+    'nc+quant, shuffled text': ('nc+quant-shuffled_text', ''),
+    'nc': ('nc', ''),
+    'gelu': ('gelu', ''),
+    'gelu, untrained': ('gelu', 'untrained'),
+}
+
+
+def changed(model, config, change, seed):
+    """The model without memory (every rate 0) or without training."""
+    if change == 'rates':
+        for block in model.blocks:
+            block.ffn.quantifier.decay.data.fill_(-math.inf)
+    if change == 'untrained':
+        device = model.tokens.weight.device
+        torch.manual_seed(seed)
+        model = GPT(model.vocab_size, **{key: config[key] for key in MODEL_KEYS}).to(device).eval()
+    return model
+
+
+def study(c, device):
+    """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training."""
+    try:
+        seeds = [int(seed) for seed in c.seeds.split(',')]
+    except ValueError:
+        fail(f'seeds={c.seeds}: expected whole numbers with commas between, such as 1,2,3')
+    records = []
+    for name, (run, change) in STUDY.items():
+        for seed in seeds:
+            model, config, meta = load_model(Path(c.study, f'{run}-seed{seed}'), device, c.data_dir)
+            model = changed(model, config, change, seed)
+            units, groups = licensing_test(model, tokenizer_of(meta), device, c.seed, desc=f'{name}, seed {seed}')
+            layers = layer_records(model, trace(model, text_of(c, config, device)[0]))
+            records.append(dict(model=name, seed=seed, units=units, groups=groups, layers=layers))
+    write_json(Path('results', 'detectors.json'), dict(test=TEST, seeds=seeds, records=records), indent=None)
+    text, values = study_tables(records)
+    write_text(Path('results', 'detectors.md'), text)
+    return values
+
+
+def study_tables(records):
+    """(Markdown, {model and kind of unit: {family: detectors of each seed}})."""
+    families = [family.__name__ for family in prepare.LICENSED]
+    values, unit_lines, group_lines, layer_lines = {}, [], [], []
+    for name in dict.fromkeys(record['model'] for record in records):
+        runs = [record for record in records if record['model'] == name]
+        for kind, size in {group['kind']: group['of'] for group in runs[0]['groups']}.items():
+            units = [[unit for unit in run['units'] if unit['kind'] == kind] for run in runs]
+            found = {family: [sum(unit['detector'] for unit in row if unit['family'] == family) for row in units]
+                     for family in families}
+            values[f'{name}: {kind}'] = each = {family: ' / '.join(map(str, row)) for family, row in found.items()}
+            mean = sum(map(sum, found.values())) / len(runs)
+            unit_lines.append([name, kind, size, ' / '.join(str(len(row)) for row in units), *each.values(),
+                               f'{1000 * mean / size:.1f}'])
+            for family in families:
+                groups = [group for run in runs for group in run['groups']
+                          if (group['kind'], group['family']) == (kind, family) and group['passed']]
+                of = lambda key, digits=3: spread([group[key] for group in groups], digits)
+                if groups:
+                    group_lines.append([name, kind, family, of('passed', 0), of('drop'), of('drop_unlicensed'),
+                                        of('drop_random')])
+        for layer, rows in enumerate(zip(*(run['layers'] for run in runs))):
+            ratios = [row['participation_ratio'] for row in rows]
+            layer_lines.append([name, layer, *(spread([row[key] for row in rows], 2)
+                                               for key in ('two_operand_share', 'saturation')),
+                                *(spread([ratio.get(part) for ratio in ratios], 1)
+                                  for part in ('all', 'gelu', 'operand', 'quantifier'))])
+    return '\n'.join([
+        table(['model', 'units', 'of', 'pass AUC and lens', *families, 'detectors a 1,000'], unit_lines),
+        table(['model', 'units', 'family', 'removed together', 'cost, nats', 'without licensor', 'of random ones'],
+              group_lines),
+        table(['model', 'layer', 'two-operand share', 'saturation', 'participation ratio', 'of gelu', 'of operand',
+               'of quantifier'], layer_lines)]), values
+
+
+# ---- the page
+
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#222}
+h1,h2,h3{line-height:1.2}img{max-width:100%;height:auto}code{overflow-wrap:anywhere}
+article{border:1px solid #ddd;border-radius:6px;padding:.3rem .9rem;margin:1rem 0}
+.scroll{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.15rem .6rem;text-align:right;white-space:nowrap}
+.text{line-height:2;margin:.3rem 0}.text span{padding:.1rem .2rem;border-radius:3px;border-bottom:4px solid transparent}
+dt{font-weight:600}dd{margin:0 0 .5rem 1rem}"""
+
+
+def marked(place, most):
+    """A context as HTML: the ground shows the membership, the line below what the unit then holds."""
+    words = (f'<span style="background:rgba(213,94,0,{max(0.0, min(1.0, fires / most)):.2f});'
+             f'border-color:rgba(0,114,178,{max(0.0, min(1.0, hidden)):.2f})">{html.escape(text)}</span>'
+             for text, fires, hidden in place)
+    return '<p class="text">' + ' '.join(words) + '</p>'
+
+
+def html_card(record, places, note=''):
+    most = max([fires for place in places for _, fires, _ in place] + [1e-9])
+    rows = ''.join(f'<dt>{label}</dt><dd>{html.escape(text)}</dd>' for label, text in facts(record))
+    return (f'<article><h3>Layer {record["layer"]}, unit {record["unit"]}</h3><p><code>{html.escape(record["name"])}'
+            f'</code></p><p>{html.escape(note)}</p><dl>{rows}</dl>{"".join(marked(place, most) for place in places)}'
+            '</article>')
+
+
+def html_table(header, lines):
+    cells = lambda tag, row: ''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)
+    return (f'<div class="scroll"><table><tr>{cells("th", header)}</tr>' +
+            ''.join(f'<tr>{cells("td", line)}</tr>' for line in lines) + '</table></div>')
+
+
+def page(title, header, lines, sections, figures):
+    """One HTML file that needs no other. sections: [(heading, explanation, [cards as HTML])]; figures: [(caption, PNG
+    file)]."""
+    images = ''.join(f'<h2>{html.escape(caption)}</h2><img alt="{html.escape(caption)}" src="data:image/png;base64,'
+                     f'{base64.b64encode(Path(path).read_bytes()).decode()}">' for caption, path in figures)
+    body = ''.join(f'<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>{"".join(cards) or "<p>None.</p>"}'
+                   for heading, text, cards in sections)
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+            f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>'
+            '<p>Some hidden units of this language model are explicit fuzzy logic. A <b>membership</b> between 0 and 1 '
+            'says how far a token has a property. <code>EXISTS[0.60](x)</code> holds the strongest membership so far '
+            'and keeps 0.60 of it from token to token; <code>OFTEN</code> is the recent average; <code>(x) and (y)'
+            '</code> and <code>(x) but not (y)</code> combine two properties of one token. After the arrow stand the '
+            'next words that the unit makes likelier. In the examples the ground of a word shows how strongly the unit '
+            'answers to it, the line below it what the unit holds there.</p>'
+            f'<h2>Layers</h2>{html_table(header, lines)}{body}{images}</html>\n')
+
+
+# ---- the command
+
+def tokenizer_of(meta):
+    try:
+        return prepare.get_tokenizer(meta)
+    except ValueError as error:
+        fail(error)
+
+
+def text_of(c, config, device):
+    """(ids, targets), [B,T] each: n_tokens of the validation split in windows spread evenly over it."""
+    ids, T = prepare.load_tokens(config['data_dir'], config['dataset'])[0]['val'], config['block_size']
+    starts = windows(ids, T, max(1, c.n_tokens // T))
+    if not starts:
+        fail(f'{config["data_dir"]}/{config["dataset"]} validates on {len(ids)} tokens: expected more than the '
+             f'block_size of {T}')
+    rows = torch.stack([torch.as_tensor(ids[start:start + T + 1].astype(np.int64)) for start in starts]).to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def detector_note(record):
+    return (f'{record["family"]} detector: AUC {record["auc"]:.3f}; {record["rank"]} tokens are raised more than the '
+            f'licensed word; removing it costs that word {record["drop"]:.4f} nats ({record["drop_unlicensed"]:.4f} '
+            f'without licensor), more than {record["above"]:.0%} of random units do')
+
+
+def read_some(c, model, ids_BT, tokenizer):
+    """A layer's Boolean units by name (all of its units where it has none), or the card of one unit."""
+    F = len(unit_names(model.blocks[0].ffn))
+    if not 0 <= c.layer < model.n_layer or not -1 <= c.unit < F:
+        fail(f'layer={c.layer}, unit={c.unit}: expected a layer from 0 to {model.n_layer - 1} and a unit from 0 to '
+             f'{F - 1}')
+    r = read_layer(model, c.layer, trace(model, ids_BT)[c.layer], ids_BT)
+    if c.unit >= 0:
+        record = describe(r, c.unit, tokenizer)
+        print(card(record, contexts(r, c.unit, ids_BT, tokenizer)))
+        return dict(name=record['name'])
+    units = [unit for unit, name in enumerate(r.names) if name in KINDS] or range(F)
+    for unit in units:
+        print(f'{unit:>6}  {describe(r, unit, tokenizer)["name"]}')
+    return dict(units=len(units))
+
+
+def read_all(c, model, config, tokenizer, device):
+    """Reads and tests every unit; tables on the screen, the rest in the files that the docstring names."""
+    folder = Path(config['ckpt']).parent
+    ids_BT, targets_BT = text_of(c, config, device)
+    seen = trace(model, ids_BT)
+    layers = layer_records(model, seen)
+    reads = [read_layer(model, layer, at, ids_BT) for layer, at in enumerate(seen)]
+    wordy = tokenizer.name != 'bytes'
+    found, groups = licensing_test(model, tokenizer, device, c.seed) if wordy else ([], [])
+    costs = redundancy(model, seen, targets_BT, c.seed)
+    detectors = sorted((record for record in found if record['detector']), key=lambda record: -record['drop'])
+    for record in detectors:
+        record['name'] = describe(reads[record['layer']], record['unit'], tokenizer)['name']
+    units = [describe(r, unit, tokenizer) for r in tqdm(reads, desc='naming', dynamic_ncols=True, leave=False)
+             for unit, name in enumerate(r.names) if name in KINDS]
+
+    number = lambda x, digits=2: '' if x is None else f'{x:.{digits}f}'
+    kinds = list(layers[0]['participation_ratio'])
+    header = ['layer', 'two-operand share', 'saturation', 'half-life, exists', 'half-life, proportion', 'latches',
+              *(f'participation ratio, {kind}' for kind in kinds)]
+    lines = [[r['layer'], number(r['two_operand_share']), number(r['saturation']), number(r.get('half_life_exists'), 1),
+              number(r.get('half_life_proportion'), 1), r.get('latches', ''),
+              *(number(r['participation_ratio'][kind], 1) for kind in kinds)] for r in layers]
+    print(table(header, lines))
+    strongest = [unit for r in reads for unit in sorted(
+        (u for u in units if u['layer'] == r.layer and 'half_life' in u), key=lambda u: -u['write_norm'])[:3]]
+    pairs = [unit for r in reads for unit in sorted(
+        (u for u in units if u['layer'] == r.layer and 'r2' in u), key=lambda u: -u['write_norm'])[:2]]
+    for heading, some in (('quantifiers that write most', strongest), ('operand units that write most', pairs)):
+        print(f'\n{heading}' + ''.join(f"\n  layer {u['layer']} unit {u['unit']:>4}  {u['name']}" for u in some)
+              if some else f'\n{heading}: none, this model has ffn={config["ffn"]}, quant={"on" * config["quant"]}')
+    if wordy:
+        print('\n' + table(['family', 'layer', 'unit', *SHOWN, 'name'], [
+            [r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN), f"`{r['name']}`"]
+            for r in detectors]))
+    else:
+        print('\nno licensing test: tokens are bytes, and it needs words')
+
+    figures = []
+    if model.quantifier_units():
+        draw_half_lives(folder / 'half_lives.png', model)
+        figures.append(('How long quantifiers remember', folder / 'half_lives.png'))
+    draw_redundancy(folder / 'redundancy.png', costs)
+    figures.append(('Loss when units are removed', folder / 'redundancy.png'))
+    with saving(folder / 'interpret.json'):
+        write_json(folder / 'interpret.json', dict(ckpt=config['ckpt'], step=config['step'], test=TEST, layers=layers,
+                                                   passed=found, groups=groups, redundancy=costs, units=units))
+    if c.html:
+        def cards(records, notes=None):
+            return [html_card(describe(reads[u['layer']], u['unit'], tokenizer),
+                              contexts(reads[u['layer']], u['unit'], ids_BT, tokenizer),
+                              detector_note(u) if notes else '') for u in records]
+        sections = [('Licensing detectors', 'Units that fire on a licensor, raise the word that it licenses, and whose '
+                     'removal costs that word probability; at most twelve, the costliest first.',
+                     cards(detectors[:12], notes=True)),
+                    ('Quantifiers', 'The three of each layer that write most.', cards(strongest)),
+                    ('And, but not', 'The two of each layer that write most.', cards(pairs))]
+        with saving(c.html):
+            write = page(f'The units of {folder.name}, step {config["step"]}', header, lines, sections, figures)
+            Path(c.html).write_text(write, encoding='utf-8')
+    return model_values(model) | dict(detectors=count_detectors(found), operand_units=sum('r2' in u for u in units))
+
+
+def model_values(model):
+    """Half-lives over all quantifiers, and over the fifth that writes most; latches."""
+    units = model.quantifier_units()
+    if not units:
+        return {}
+    largest = units['write_norm'].topk(max(1, len(units['write_norm']) // 5)).indices
+    return dict(half_life_median=float(units['half_life'].median()),
+                half_life_median_top=float(units['half_life'][largest].median()),
+                latches=int((units['half_life'] > model.block_size).sum()))
+
+
+def main():
+    c = SimpleNamespace(**configure(__file__, DEFAULTS))
+    run = launch(c.device)
+    if run.world > 1:
+        fail('interpret.py is one process: run it without torchrun')
+    if c.n_tokens < 1 or c.seed < 0:
+        fail(f'n_tokens={c.n_tokens}, seed={c.seed}: expected at least 1 and 0')
+    if c.unit >= 0 > c.layer:
+        fail(f'unit={c.unit}: of which layer? expected --layer as well')
+    if (c.over and c.study) or (c.html and (c.over or c.study or c.layer >= 0)):
+        fail('--over, --study, --layer and --html read different things: give one of them')
+    try:
+        if c.over or c.study:
+            values = over(c, run.device) if c.over else study(c, run.device)
+        else:
+            model, config, meta = load_model(c.ckpt, run.device, c.data_dir)
+            tokenizer = tokenizer_of(meta)
+            if c.layer >= 0:
+                values = read_some(c, model, text_of(c, config, run.device)[0], tokenizer)
+            else:
+                values = read_all(c, model, config, tokenizer, run.device)
+    except KeyboardInterrupt:
+        fail('interrupted: no file was changed', status=130)
+    result(**values)
+
+
+if __name__ == '__main__':
+    main()
