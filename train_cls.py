@@ -1,6 +1,6 @@
 """Fine-tunes Llama with a logic stream beside its layers as a classifier of three labels (paper B).
 
-    python train_cls.py --preset=tiny --variant=inter8                        # a CPU, a minute, makes its own data
+    python train_cls.py --preset=tiny --variant=inter8                        # a CPU, two minutes, makes its own data
     python train_cls.py --backbone=FOLDER --task=proofwriter --variant=inter8 # one GPU: the paper's run
     torchrun --nproc_per_node=8 train_cls.py --backbone=FOLDER --task=mnli    # eight; one step for all of them
 
@@ -66,8 +66,8 @@ DEFAULTS = dict(
     alpha=0.01,                 # weight of the branch in the fusion
     learn_alpha=False,          # alpha is a parameter
     gate_mode='soft',           # soft | ste (gates fire or do not, straight-through gradient)
-    control='paper',            # nogate: the paper's control, or one that is matched in parameters and fusion
-    residual='attended',        # what eq 17 adds to: the attended state (as released) or the state (as printed)
+    control='paper',            # nogate: paper | matched (the same fusion and parameters as the routed branch)
+    residual='attended',        # what eq 17 adds to: attended (the attended state, as released) | state (as printed)
     route_scale=False,          # u = min(3G pi, 1) s in place of pi s
     logic_dtype='same',         # of all modules but the backbone: same | float32
     d_logic=256,                # L, width of the logic state
