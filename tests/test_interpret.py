@@ -188,8 +188,9 @@ def test_a_unit_that_fires_but_predicts_nothing_is_no_detector():
     assert not units and {group['passed'] for group in groups} == {0} and 'drop' not in groups[0]
 
 
-@pytest.mark.parametrize('change, is_one', [({}, True), (dict(drop=0.0019), False), (dict(above=0.94), False),
-                                            (dict(drop_unlicensed=0.0026), False), (dict(drop_unlicensed=-1), True)])
+@pytest.mark.parametrize('change, is_one', [
+    ({}, True), (dict(drop_unlicensed=-1), True), (dict(drop=0.0019, drop_unlicensed=0), False),
+    (dict(above=0.94), False), (dict(drop_unlicensed=0.0026), False)])
 def test_the_third_test_has_three_bounds(change, is_one):
     assert interpret.is_detector(dict(drop=0.005, drop_unlicensed=0.002, above=0.95) | change) == is_one
 
