@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import prepare
 from model import GPT, MODEL_KEYS
-from runtime import (all_sum, configure, fail, latest, launch, load_checkpoint, load_weights, plain,
-                     replace_file, result, saving)
+from runtime import (all_sum, configure, fail, latest, launch, load_checkpoint, load_weights, result, student_t,
+                     write_json)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -87,7 +87,23 @@ def load_model(where, device, data_dir=''):
     return model.to(device).eval(), config, meta
 
 
+def tokenizer_of(meta):
+    """prepare.get_tokenizer, whose failure ends in one line."""
+    try:
+        return prepare.get_tokenizer(meta)
+    except ValueError as error:
+        fail(error)
+
+
 # ---- loss over windows
+
+def batch_at(ids, starts, block_size, device):
+    """The windows at `starts` as (ids_BT, targets_BT): a target is the next token."""
+    rows = torch.from_numpy(np.stack([ids[start:start + block_size + 1] for start in starts]).astype(np.int64))
+    if device.type == 'cuda':
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    return rows[:, :-1].to(device), rows[:, 1:].to(device)
+
 
 def windows(tokens, block_size, most=0):
     """Starts of the windows that tile the tokens, the last target included; at most `most` of them, evenly spread (0:
@@ -235,14 +251,6 @@ def standard_error(values_N):
     return values_N.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
 
 
-def student_t(df):
-    """The t that |T| stays below 95 times in 100. With T = sqrt(df) tan(a), the angle a has the density cos(a)^(df-1).
-    """
-    angle = np.linspace(0, math.pi / 2, 200_001)[:-1]
-    area = np.cumsum(np.cos(angle) ** (df - 1))
-    return math.sqrt(df) * math.tan(np.interp(0.95 * area[-1], area, angle))
-
-
 def summary(values_N, ties, vs_N=None, vs_ties=0):
     """A measurement with its standard error; with another model's values of the same items, the paired difference."""
     record = dict(value=values_N.mean(), se=standard_error(values_N), n=len(values_N), ties=ties)
@@ -362,8 +370,7 @@ def report(c, models, tokenizers, device):
         print('\n' + table(task, records), flush=True)
         settings = {key: getattr(c, key) for key in {'ppl': ['stride'], 'licensing': []}.get(task, [task])}
         written[f'{task} vs {c.vs}' if c.vs else task] = {**which, **settings, 'rows': records}
-        with saving(path):
-            replace_file(path, lambda file: file.write((json.dumps(plain(written), indent=1) + '\n').encode()))
+        write_json(path, written)
         headlines |= {key: records[row] for key, (of_task, row) in HEADLINES.items() if of_task == task}
     values = {key: record['value'] for key, record in headlines.items()}
     differences = {key: {name: record[name] for name in ('difference', 'low', 'high')}
@@ -376,10 +383,7 @@ def main():
     run = launch(c.device)
     check(c, run)
     models = [load_model(where, run.device, c.data_dir) for where in (c.ckpt, c.vs) if where]
-    try:
-        tokenizers = [prepare.get_tokenizer(meta) for _, _, meta in models]
-    except ValueError as error:
-        fail(error)
+    tokenizers = [tokenizer_of(meta) for _, _, meta in models]
     try:
         if c.generate:
             text = generate(models[0][0], tokenizers[0], c.generate, run.device, c.tokens, c.temperature, c.top_k,

@@ -46,9 +46,10 @@ import torch
 from tqdm import tqdm
 
 import prepare
-from evaluate import load_model, windows
-from model import GPT, MODEL_KEYS, POINTWISE
-from runtime import configure, fail, launch, pyplot, result, saving, spread, table, write_json, write_text
+from evaluate import batch_at, load_model, tokenizer_of, windows
+from model import GPT, MODEL_KEYS, POINTWISE, SOFT_GATE
+from runtime import (configure, fail, launch, pyplot, result, save_figure, saving, seeds_of, spread, table, write_json,
+                     write_text)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -67,7 +68,6 @@ DEFAULTS = dict(
 # A detector, see above. Chosen by looking at models of seed 1, reported on seeds 2 and 3.
 TEST = dict(places=50, auc=0.9, top_k=5, random_units=100, above=0.95, drop=0.002, ratio=2.0)
 KINDS = {'exists': 'quantifier', 'proportion': 'quantifier', 'and': 'operand', 'and_not': 'operand'}
-GATE = 0.9     # one operand explains so much of a soft gate, as in FFN.two_operand_share
 SHOWN = ('auc', 'rank', 'drop', 'drop_unlicensed', 'above')
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
 
@@ -286,13 +286,6 @@ def token_means(ids_N, values_NF, least=5):
     return tokens_U[often_U], (sum_UF / count_U[:, None])[often_U]
 
 
-def squared_correlation(x_NF, y_NF):
-    """By column, [F]."""
-    x_NF, y_NF = x_NF - x_NF.mean(0), y_NF - y_NF.mean(0)
-    norm_F = (x_NF.square().sum(0) * y_NF.square().sum(0)).clamp_min(1e-30)
-    return (x_NF * y_NF).sum(0).square() / norm_F
-
-
 @torch.no_grad()
 def read_layer(model, layer, seen, ids_BT):
     """What the units of a layer do over a trace's tokens: names (parts), fires [B,T,F] (a quantifier's membership, else
@@ -312,9 +305,8 @@ def read_layer(model, layer, seen, ids_BT):
     if ffn.kind == 'nc' and ffn.units['and'].stop > ffn.units['and'].start:
         m = {key: flat(value) for key, value in ffn.memberships(seen.ffn).items()}
         r.operands = {key: token_means(ids_N, m[key])[1] for key in 'ab'}
-        r.r2 = ffn.single_operand_r2(seen.ffn)
-        pairs = flat(seen.hidden[..., ffn.units['and'].start:ffn.units['and_not'].stop]).chunk(2, dim=1)
-        r.first = torch.cat([squared_correlation(unit, m['a']) >= squared_correlation(unit, m['b']) for unit in pairs])
+        by_a, by_b = ffn.operand_r2(seen.ffn)
+        r.r2, r.first = torch.maximum(by_a, by_b), by_a >= by_b
         r.pairs_from = ffn.units['and'].start
     return r
 
@@ -353,7 +345,7 @@ def describe(r, unit, tokenizer):
         i, n = unit - r.pairs_from, r.operands['a'].size(1)
         record |= {key: top(tokenizer, r.tokens, r.operands[key][:, i % n]) for key in 'ab'} | dict(r2=float(r.r2[i]))
         a, b = (f'({either(record[key])})' for key in 'ab')
-        if record['r2'] >= GATE:
+        if record['r2'] >= SOFT_GATE:
             body = a if r.first[i] else f'{"not " * (kind == "and_not")}{b}'
         else:
             body = f'{a} {"and" if kind == "and" else "but not"} {b}'
@@ -382,7 +374,8 @@ def facts(record):
     if 'half_life' in record:
         rows.append(('half-life', f'{record["half_life"]:.1f} tokens'))
     if 'r2' in record:
-        rows.append(('one operand', f'explains {record["r2"]:.0%} of it' + ': a soft gate' * (record['r2'] >= GATE)))
+        gate = ': a soft gate' * (record['r2'] >= SOFT_GATE)
+        rows.append(('one operand', f'explains {record["r2"]:.0%} of it{gate}'))
     return rows
 
 
@@ -497,12 +490,6 @@ def draw_redundancy(path, records):
     save_figure(figure, path)
 
 
-def save_figure(figure, path):
-    with saving(path):
-        figure.savefig(path, dpi=150)
-    pyplot().close(figure)
-
-
 # ---- over the checkpoints of runs
 
 def over(c, device):
@@ -529,8 +516,7 @@ def over(c, device):
             axis.set(xlabel='step', ylabel=key.replace('_', ' '), title=Path(run).name, ylim=(-0.02, 1.02))
     axes[0, 0].legend()
     save_figure(figure, folder / 'over.png')
-    with saving(folder / 'over.json'):
-        write_json(folder / 'over.json', series)
+    write_json(folder / 'over.json', series)
     return {run: dict(steps=[point['step'] for point in points],
                       two_operand_share=[record['two_operand_share'] for record in points[-1]['layers']],
                       saturation=[record['saturation'] for record in points[-1]['layers']])
@@ -564,11 +550,7 @@ def changed(model, config, change, seed):
 
 def study(c, device):
     """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training."""
-    try:
-        seeds = [int(seed) for seed in c.seeds.split(',')]
-    except ValueError:
-        fail(f'seeds={c.seeds}: expected whole numbers with commas between, such as 1,2,3')
-    records = []
+    seeds, records = seeds_of(c.seeds), []
     for name, (run, change) in STUDY.items():
         for seed in seeds:
             model, config, meta = load_model(Path(c.study, f'{run}-seed{seed}'), device, c.data_dir)
@@ -669,13 +651,6 @@ def page(title, header, lines, sections, figures):
 
 # ---- the command
 
-def tokenizer_of(meta):
-    try:
-        return prepare.get_tokenizer(meta)
-    except ValueError as error:
-        fail(error)
-
-
 def text_of(c, config, device):
     """(ids, targets), [B,T] each: n_tokens of the validation split in windows spread evenly over it."""
     ids, T = prepare.load_tokens(config['data_dir'], config['dataset'])[0]['val'], config['block_size']
@@ -683,8 +658,7 @@ def text_of(c, config, device):
     if not starts:
         fail(f'{config["data_dir"]}/{config["dataset"]} validates on {len(ids)} tokens: expected more than the '
              f'block_size of {T}')
-    rows = torch.stack([torch.as_tensor(ids[start:start + T + 1].astype(np.int64)) for start in starts]).to(device)
-    return rows[:, :-1], rows[:, 1:]
+    return batch_at(ids, starts, T, device)
 
 
 def detector_note(record):
@@ -754,9 +728,8 @@ def read_all(c, model, config, tokenizer, device):
         figures.append(('How long quantifiers remember', folder / 'half_lives.png'))
     draw_redundancy(folder / 'redundancy.png', costs)
     figures.append(('Loss when units are removed', folder / 'redundancy.png'))
-    with saving(folder / 'interpret.json'):
-        write_json(folder / 'interpret.json', dict(ckpt=config['ckpt'], step=config['step'], test=TEST, layers=layers,
-                                                   passed=found, groups=groups, redundancy=costs, units=units))
+    write_json(folder / 'interpret.json', dict(ckpt=config['ckpt'], step=config['step'], test=TEST, layers=layers,
+                                               passed=found, groups=groups, redundancy=costs, units=units))
     if c.html:
         def cards(records, notes=None):
             return [html_card(describe(reads[u['layer']], u['unit'], tokenizer),

@@ -36,6 +36,7 @@ GATED = dict(
 )
 POINTWISE = dict(gelu=F.gelu, relu=F.relu)
 FFN_KINDS = (*POINTWISE, *GATED, 'nc')
+SOFT_GATE = 0.9     # a Boolean unit is a soft gate where one operand explains so much of its variance
 
 
 class FFN(nn.Module):
@@ -132,25 +133,29 @@ class FFN(nn.Module):
         shares = [((m < 0.05) | (m > 0.95)).float().mean() for m in self.memberships(x_BTD).values() if m.size(-1)]
         return torch.stack(shares).mean() if shares else None
 
-    def single_operand_r2(self, x_BTD):
-        """How far one operand explains each and, and_not unit over the tokens x_BTD: [2 n], the larger of the squared
-        correlations of the unit with its A and with its B (paper A: a soft gate). Where B stands still it is 1, for
-        then the unit is a multiple of A; for independent fair bits A and B it is 1/3. A unit that stands still has 1.
-        """
+    def operand_r2(self, x_BTD):
+        """How far each operand alone explains each and, and_not unit over the tokens x_BTD: [2, 2 n], the squared
+        correlation of the unit with its A and with its B. A unit that stands still has 1."""
         operands = self.memberships(x_BTD)
         A, B = operands['a'].flatten(0, -2).double(), operands['b'].flatten(0, -2).double()         # [tokens, n]
         centre = lambda z: z - z.mean(dim=0)
-        best = []
+        explained = []
         for unit in (A * B, and_not(A, B)):
             cov = [(centre(unit) * centre(operand)).sum(dim=0) for operand in (A, B)]
             norm = [centre(z).square().sum(dim=0) for z in (A, B, unit)]
             r2 = [c.square() / (n * norm[2]).clamp_min(1e-30) for c, n in zip(cov, norm)]
-            best.append(torch.where(norm[2] > 1e-12 * len(A), torch.maximum(*r2), 1.0))
-        return torch.cat(best)
+            explained.append(torch.where(norm[2] > 1e-12 * len(A), torch.stack(r2), 1.0))
+        return torch.cat(explained, dim=1)
+
+    def single_operand_r2(self, x_BTD):
+        """How far one operand explains each and, and_not unit, [2 n]: the larger of operand_r2 (paper A: a soft gate).
+        Where B stands still it is 1, for then the unit is a multiple of A; for independent fair bits A and B it is 1/3.
+        """
+        return self.operand_r2(x_BTD).amax(dim=0)
 
     def two_operand_share(self, x_BTD):
         """Share of the and, and_not units that truly use two operands: neither explains 90% of the unit's variance."""
-        return (self.single_operand_r2(x_BTD) < 0.9).double().mean()
+        return (self.single_operand_r2(x_BTD) < SOFT_GATE).double().mean()
 
     def init_weights(self, std, residual_std):
         """Normal weights, zero biases; what writes to the residual stream is scaled down by depth (GPT-2)."""

@@ -35,7 +35,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from tqdm import tqdm
 
 from model import FFN, FFN_KINDS
-from runtime import configure, fail, launch, plain, pyplot, result, table, write_json, write_text
+from runtime import configure, fail, launch, plain, pyplot, result, save_figure, table, write_json, write_text
 
 DEFAULTS = dict(
     n=12,                   # bits
@@ -321,14 +321,15 @@ def fixed(config, device):
     (the paper: 8 bits for nc, 6 for GELU)?"""
     name = 'parity_fixed' if config['norm'] else 'parity_fixed_plain'
     points, settings = grid_points(), config | SWEEP_SETTINGS
-    cells = [*itertools.product(FIXED['kinds'], FIXED['widths'], FIXED['ns'])]
+    shapes = {(kind, width, n): settings | dict(ffn=kind, width=width, n=n, depth=1) for kind, width, n in
+              itertools.product(FIXED['kinds'], FIXED['widths'], FIXED['ns'])}
+    for shape in shapes.values():
+        check(shape | dict(n_seeds=settings['n_seeds'] * len(points)))
     counts, wins = {}, {}
-    with tqdm(cells, unit='cell', dynamic_ncols=True) as bar:
+    with tqdm(shapes, unit='cell', dynamic_ncols=True) as bar:
         for kind, width, n in bar:
             bar.set_postfix_str(f'{kind}, width {width}: n={n}')
-            shape = settings | dict(ffn=kind, width=width, n=n, depth=1)
-            check(shape | dict(n_seeds=settings['n_seeds'] * len(points)))
-            solved_at = train(shape, points, settings['n_seeds'] + 1, device)       # to the end, at every point
+            solved_at = train(shapes[kind, width, n], points, settings['n_seeds'] + 1, device)      # to the end
             counts[kind, width, n] = (solved_at >= 0).sum(dim=1)
     half, (small, large) = settings['n_seeds'] / 2, FIXED['ns']
     for one, other in itertools.permutations(FIXED['kinds'], 2):
@@ -377,7 +378,7 @@ def draw_frontier(cells, path):
         axis.axhline(SWEEP['largest'], color='#cccccc', lw=1, zorder=0)
     axes[0][0].set_ylabel('largest N solved by half of the seeds')
     axes[0][0].legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 # ---- over the steps
@@ -461,15 +462,15 @@ def draw_dynamics(curves, path):
         axis.set(title=name, xlabel='step', ylim=(-0.02, 1.04))
     axes[0].set_ylabel('share; seeds and their mean')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=len(lines))
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def main():
     config = configure(__file__, DEFAULTS, choices=CHOICES)
     device = launch(config['device']).device
     try:
-        asked = next((mode for mode in (sweep, fixed, dynamics) if config[mode.__name__]), one_setting)
-        outcome = asked(config, device)
+        modes = dict(sweep=sweep, fixed=fixed, dynamics=dynamics)
+        outcome = next((mode for key, mode in modes.items() if config[key]), one_setting)(config, device)
     except KeyboardInterrupt:
         fail('interrupted' + '; the same command goes on from there' * config['sweep'], status=130)
     result(**outcome)

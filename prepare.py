@@ -306,7 +306,8 @@ def load_tokens(data_dir, name):
                 raise ValueError(f"{split}.bin holds {len(tokens[split])} tokens, not {meta['counts'][split]}")
         return tokens, meta
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f'{folder} is no dataset of text, or is damaged: make it again with prepare.py ({error})') from None
+        raise ValueError(f'{folder} is no dataset of text, or is damaged: make it again with prepare.py '
+                         f'({error})') from None
 
 
 def load_pairs(data_dir, name):

@@ -29,6 +29,7 @@ import tokenize
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -214,8 +215,8 @@ def conclude(outcome, script):
     result(**outcome)
     finish()
     if 'interrupted' in outcome:
-        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python {Path(script).name} --resume '
-             f'--out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
+        fail(f'interrupted after step {outcome["step"]}, which is saved: go on with `python {Path(script).name} '
+             f'--resume --out_dir={outcome["out_dir"]}`', status=128 + outcome['interrupted'])
 
 
 def finish():
@@ -499,18 +500,15 @@ class Diverged(Exception):
 def study(name, rows, config, run, stop, train, summarize):
     """Trains each row (settings over config) with each seed, in folders below out/NAME, and goes on where it was left.
 
-    train(settings, run, stop) returns a run's result or raises Diverged; summarize(result, settings, folder) adds what
-    the log says. Returns {row: [result of each seed]}; a run that diverged has diverged_at and last_loss.
+    train(settings, run, stop) returns a run's result or raises Diverged; summarize(result, settings, lines) adds what
+    the log's lines say, of which a run that diverged at once has none. Returns {row: [result of each seed]}; a run that
+    diverged has diverged_at and last_loss.
     """
     if run.world > 1:
         fail(f'{name} trains one model after another: run it without torchrun')
     if config.get('max_steps', 1) < 1:
         fail(f'max_steps={config["max_steps"]}: a study compares trained models, expected at least 1')
-    try:
-        seeds = [int(seed) for seed in config['seeds'].split(',')]
-    except ValueError:
-        fail(f'seeds={config["seeds"]}: expected whole numbers with commas between, such as 1,2,3')
-    results = {}
+    seeds, results = seeds_of(config['seeds']), {}
     for row, seed in [(row, seed) for seed in seeds for row in rows]:
         folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
         settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
@@ -527,9 +525,19 @@ def study(name, rows, config, run, stop, train, summarize):
             if 'interrupted' in outcome:
                 fail(f'interrupted in {row}, seed {seed}: the same command goes on from there',
                      status=128 + outcome['interrupted'])
-            write_json(folder / 'result.json', summarize(outcome, settings, folder), indent=None)
+            log = folder / 'log.jsonl'
+            lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+            write_json(folder / 'result.json', summarize(outcome, settings, lines), indent=None)
         results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
     return results
+
+
+def seeds_of(text):
+    """'1,2,3' as a list of numbers."""
+    try:
+        return [int(seed) for seed in text.split(',')]
+    except ValueError:
+        fail(f'seeds={text}: expected whole numbers with commas between, such as 1,2,3')
 
 
 def spread(values, digits=3):
@@ -540,10 +548,24 @@ def spread(values, digits=3):
     return f'{values.mean():.{digits}f}' + (f' ± {values.std():.{digits}f}' if len(values) > 1 else '')
 
 
+def student_t(df):
+    """The t that |T| stays below 95 times in 100. With T = sqrt(df) tan(a), the angle a has the density cos(a)^(df-1).
+    """
+    angle = np.linspace(0, math.pi / 2, 200_001)[:-1]
+    area = np.cumsum(np.cos(angle) ** (df - 1))
+    return math.sqrt(df) * math.tan(np.interp(0.95 * area[-1], area, angle))
+
+
+def write_file(path, text):
+    """text in the file path, whose folder is made if need be; a disk that refuses ends in one line."""
+    with saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(text.encode()))
+
+
 def write_json(path, value, indent=1):
-    """value, as plain has it, in the file path, whose folder is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda file: file.write((json.dumps(plain(value), indent=indent) + '\n').encode()))
+    """value, as plain has it, in the file path; see write_file."""
+    write_file(path, json.dumps(plain(value), indent=indent) + '\n')
 
 
 def table(header, lines):
@@ -553,9 +575,8 @@ def table(header, lines):
 
 
 def write_text(path, text):
-    """text in the file path, whose folder is made if need be, and on the screen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda file: file.write(text.encode()))
+    """text in the file path, see write_file, and on the screen."""
+    write_file(path, text)
     print('\n' + text, flush=True)
 
 
@@ -566,6 +587,13 @@ def pyplot():
     import matplotlib.pyplot as plt
     plt.rcParams |= {'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False}
     return plt
+
+
+def save_figure(figure, path):
+    """A figure of pyplot's in the file path, and out of memory."""
+    with saving(path):
+        figure.savefig(path, dpi=150)
+    pyplot().close(figure)
 
 
 # ---- result

@@ -31,7 +31,8 @@ from tqdm import tqdm
 import prepare
 from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
 from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, launch, open_run, pyplot, restore,
-                     result, save_checkpoint, spread, study, table, write_config, write_json, write_text)
+                     result, save_checkpoint, save_figure, spread, student_t, study, table, write_config, write_json,
+                     write_text)
 
 DEFAULTS = dict(
     # the run
@@ -124,8 +125,6 @@ PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('i
          ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'),
          ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
          ('inter8', 'nogate_xattn'), ('scaled', 'inter8'))
-# two-sided 95% points of Student's t by degrees of freedom
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 # ---- data
@@ -179,7 +178,8 @@ def measure(model, examples, pad, config, run):
     tasks = [example['task'] for example in examples]
     names = [*sorted(set(groups)), *sorted(set(tasks))]
     count = {name: [0, 0] for name in names}                    # right, all
-    loss, tokens, routing = 0.0, 0, 0.0
+    layers, gates = len(model.llama.layers), 3 * config['gates']
+    loss, tokens, sums = 0.0, 0, torch.zeros(layers * gates + 2 if config['branch'] == 'routed' else 0)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i]['ids']))
     batches = [order[i:i + config['eval_batch']] for i in range(0, len(order), config['eval_batch'])]
     model.eval()
@@ -191,13 +191,14 @@ def measure(model, examples, pad, config, run):
             for name in (groups[i], tasks[i]):
                 count[name][0] += right
                 count[name][1] += 1
-        if 'routing' in stats:
+        if len(sums):
             real = int(mask_BS.sum())
             tokens += real
-            routing = routing + real * torch.cat([stats['routing'].flatten(), stats['entropy'][None],
-                                                  stats['fired'][None]]).double().cpu()
+            sums = sums + real * torch.cat([stats['routing'].flatten(), stats['entropy'][None],
+                                            stats['fired'][None]]).double().cpu()
     model.train()
-    loss, tokens, *counts = all_sum(loss, tokens, *(number for name in names for number in count[name]))
+    loss, tokens, *counts = all_sum(loss, tokens, *(number for name in names for number in count[name]), *sums.tolist())
+    counts, sums = counts[:2 * len(names)], counts[2 * len(names):]
     count = dict(zip(names, zip(counts[::2], counts[1::2])))
     right = sum(count[name][0] for name in set(tasks))
     record = dict(val_loss=loss / len(examples), val_accuracy=right / len(examples),
@@ -206,12 +207,9 @@ def measure(model, examples, pad, config, run):
         record['accuracy_by_task'] = {name: count[name][0] / count[name][1] for name in sorted(set(tasks))}
     if model.fusion is not None:
         record['alpha'] = model.fusion.alpha.item()
-    if config['branch'] == 'routed':
-        gates = 3 * config['gates'] * len(model.llama.layers)
-        numbers = [number / tokens for number in
-                   all_sum(*(routing.tolist() if tokens and torch.is_tensor(routing) else [0.0] * (gates + 2)))]
-        record |= dict(entropy=numbers[gates], fired=numbers[gates + 1],
-                       routing=torch.tensor(numbers[:gates]).view(len(model.llama.layers), -1).tolist())
+    if sums:
+        *routing, entropy, fired = (number / tokens for number in sums)
+        record |= dict(entropy=entropy, fired=fired, routing=torch.tensor(routing).view(layers, gates).tolist())
     return record
 
 
@@ -298,7 +296,7 @@ def train(config, run, stop):
     optimizer = optimizer_of(model, config)
     per_epoch = -(-len(shown) // config['batch_size'])
     last = config['epochs'] * per_epoch
-    step, measured, last_loss, norms, record = 0, -1, math.nan, [], {}
+    step, measured, last_loss, norms, record, order = 0, -1, math.nan, [], {}, None
 
     folder = open_run('cls', config, run) if last else None     # --epochs=0 leaves nothing behind
     logged = None
@@ -352,8 +350,9 @@ def train(config, run, stop):
             epoch, at = divmod(step, per_epoch)
             if at == 0:
                 norms = []                                      # of the epoch at hand
-            order = order_of(len(shown), len(parts), config, epoch)[at * config['batch_size']:][:config['batch_size']]
-            batch = [shown[i] for i in order]
+            if at == 0 or order is None:
+                order = order_of(len(shown), len(parts), config, epoch)
+            batch = [shown[i] for i in order[at * config['batch_size']:][:config['batch_size']]]
             for group in optimizer.param_groups:
                 group['lr'] = group['rate'] * min(1.0, (step + 1) / max(1, config['warmup']))
             loss, norm = gradients(net, model, batch, tokenizer.pad, config, run)
@@ -452,7 +451,7 @@ def summary(results):
     if differences:
         text += '\n' + table(
             ['difference in accuracy', 'mean, points', 'SE', 't', 't that 95% needs', 'supported (over 2 SE)'],
-            [[name, f'{100 * d["mean"]:+.2f}', f'{100 * d["se"]:.2f}', f'{d["t"]:.2f}', T_95.get(d['n'] - 1, 2.0),
+            [[name, f'{100 * d["mean"]:+.2f}', f'{100 * d["se"]:.2f}', f'{d["t"]:.2f}', round(student_t(d['n'] - 1), 2),
               'yes' if d['supported'] else 'no'] for name, d in differences.items()])
     return text, differences
 
@@ -479,10 +478,8 @@ def summarize(path):
     return {name: {key: d[key] for key in ('mean', 'se', 'supported')} for name, d in differences.items()}
 
 
-def with_routing(outcome, settings, folder):
+def with_routing(outcome, settings, lines):
     """Adds the last routing weights and the curve of evaluations to a run's result."""
-    log = folder / 'log.jsonl'                                   # a run that diverged at once has none
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     outcome['curve'] = [{key: value for key, value in line.items() if key != 'routing'}
                         for line in lines if 'val_loss' in line]
     outcome['routing'] = next((line['routing'] for line in reversed(lines) if 'routing' in line), None)
@@ -523,7 +520,7 @@ def draw_seeds(results, path):
         axis.legend()
     axis.set_xticks(range(len(results)), list(results), rotation=35, ha='right')
     axis.set_ylabel('validation accuracy; mean and sd')
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def draw_routing(results, path):
@@ -544,7 +541,7 @@ def draw_routing(results, path):
     bar = figure.colorbar(image, label='mean routing weight')
     bar.set_ticks([0, 1 / channels, top], labels=['0', f'uniform, 1/{channels}', f'{top:.2f}'])
     figure.suptitle(f'{name}, seed {first["seed"]}')
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def main():

@@ -15,7 +15,6 @@ them: a step's sequences are a function of (seed, step), each process takes its 
 A loss or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
 """
 
-import json
 import math
 import time
 from pathlib import Path
@@ -26,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import prepare
-from evaluate import mean_loss, pair_accuracy, windows
+from evaluate import batch_at, mean_loss, pair_accuracy, windows
 from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
 from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, finish, launch, open_run,
-                     precision, pyplot, restore, result, save_checkpoint, spread, study, table, write_config,
-                     write_json, write_text)
+                     precision, pyplot, restore, result, save_checkpoint, save_figure, spread, study, table,
+                     write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -123,14 +122,6 @@ def open_data(config, run):
             fail(f'block_size={config["block_size"]} is beyond the {len(ids)} tokens of {where}/{name}/{split}.bin: '
                  'it must be smaller')
     return tokens, meta, pairs
-
-
-def batch_at(ids, starts, block_size, device):
-    """The windows at `starts` as (ids_BT, targets_BT): a target is the next token."""
-    rows = torch.from_numpy(np.stack([ids[start:start + block_size + 1] for start in starts]).astype(np.int64))
-    if device.type == 'cuda':
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    return rows[:, :-1].to(device), rows[:, 1:].to(device)
 
 
 # ---- what is measured
@@ -340,11 +331,10 @@ def count_params(config):
                 params_ffn=sum(p.numel() for p in asked.blocks[0].ffn.parameters()))
 
 
-def signs(outcome, settings, folder):
+def signs(outcome, settings, lines):
     """Adds to a run's result the curve of measurements, the last saturation, and signs of instability in the log: rise,
     the most that the training loss rose over its lowest value before, and spike, the largest gradient norm after the
     warm-up over the median one."""
-    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     losses = [line['loss'] for line in lines if 'loss' in line]
     norms = [line['grad_norm'] for line in lines if 'loss' in line and line['step'] > settings['warmup']]
     outcome['curve'] = [line for line in lines if 'val_loss' in line]
@@ -361,7 +351,7 @@ def publish(name, results, config, header, lines, draw):
     write_text(Path('results', f'{name}.md'), table(header, lines))
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.8), layout='constrained')
     draw(*axes)
-    figure.savefig(Path('results', f'{name}.png'), dpi=150)
+    save_figure(figure, Path('results', f'{name}.png'))
 
 
 COLORS = ('#666666', '#0072b2', '#d55e00')

@@ -15,7 +15,7 @@ import prepare
 import runtime
 from interpret import (ablation, auc, changed, contexts, describe, encode_places, first_two_tests, html_card,
                        layer_records, lens, licensing_test, page, participation_ratio, read_layer, redundancy,
-                       response, squared_correlation, token_means, trace)
+                       response, token_means, trace)
 from model import GPT, MODEL_KEYS
 
 CPU = torch.device('cpu')
@@ -290,12 +290,6 @@ def test_pointwise_and_gated_models_are_read_by_what_they_have():
         assert describe(r, 3, WORDS)['name'].startswith(f'{kind}(') and 'half_life' not in describe(r, 3, WORDS)
         expected = model.blocks[0].ffn.up(seen[0].ffn) if kind == 'gelu' else seen[0].hidden
         torch.testing.assert_close(r.fires, expected.detach())
-
-
-def test_correlations_by_column():
-    x, y = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)), torch.arange(150.).view(50, 3).sin()
-    expected = [torch.corrcoef(torch.stack([x[:, f], y[:, f]]))[0, 1] ** 2 for f in range(3)]
-    torch.testing.assert_close(squared_correlation(x, y), torch.stack(expected))
 
 
 # ---- layers
