@@ -1,6 +1,8 @@
-"""Puts the scripts on the path; `shared` is a folder of real data beside the repository, and tests skip without it."""
+"""Puts the scripts on the path, and what the tests of several scripts share; `shared` is a folder of real data beside
+the repository, and tests skip without it."""
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -16,3 +18,30 @@ def shared():
     if not folder.is_dir():
         pytest.skip('no ../shared with real data')
     return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Each test works in its own folder, as if alone."""
+    monkeypatch.chdir(tmp_path)
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """run_main(script, '--key=value', ...) -> (status, stdout, stderr) of the module's main(), in this process."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+
+    def call(script, *words):
+        monkeypatch.setattr(sys, 'argv', [f'{script.__name__}.py', *map(str, words)])
+        capsys.readouterr()
+        try:
+            status = script.main() or 0
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+    yield call
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)

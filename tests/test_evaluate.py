@@ -405,23 +405,20 @@ def save_run(folder, meta, data_dir, seed=0, name='best.pt', step=7, **changes):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here):
     """A folder with datasets `books` (bytes) and `licensing`, LAMBADA and BLiMP files, and runs A and B on books, and W
     on licensing."""
-    monkeypatch.chdir(tmp_path)
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / 'books.txt').write_text('The cat sat on the mat and the dog did not. ' * 30)
+    (here / 'books.txt').write_text('The cat sat on the mat and the dog did not. ' * 30)
     books = prepare.make_text('data', 'books', 'books.txt', val_frac=0.2, tokenizer='bytes', num_threads=1)
     licensing = prepare.make_licensing('data', n_tokens=2000)
-    lines = (tmp_path / 'data/licensing/pairs.jsonl').read_text().splitlines(keepends=True)
-    (tmp_path / 'data/licensing/pairs.jsonl').write_text(''.join(lines[::40]))
-    write_jsonl(tmp_path / 'lambada.jsonl', [dict(text=text) for text in LAMBADA])
-    write_jsonl(tmp_path / 'blimp.jsonl', BLIMP)
+    lines = (here / 'data/licensing/pairs.jsonl').read_text().splitlines(keepends=True)
+    (here / 'data/licensing/pairs.jsonl').write_text(''.join(lines[::40]))
+    write_jsonl(here / 'lambada.jsonl', [dict(text=text) for text in LAMBADA])
+    write_jsonl(here / 'blimp.jsonl', BLIMP)
     for seed, name in enumerate('AB'):
-        save_run(tmp_path / 'out/lm' / name, books, 'data', seed)
-    save_run(tmp_path / 'out/lm/W', licensing, 'data')
-    return tmp_path
+        save_run(here / 'out/lm' / name, books, 'data', seed)
+    save_run(here / 'out/lm/W', licensing, 'data')
+    return here
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ and each number is that of a literal count."""
 import json
 import math
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -382,22 +381,19 @@ def save(model, folder, data_dir, name='last.pt', step=7, **options):
     return folder
 
 
-def call(monkeypatch, capsys, *words):
-    """(status, lines of stdout, stderr) of the command."""
-    monkeypatch.setattr(sys, 'argv', ['interpret.py', '--device=cpu', *map(str, words)])
-    try:
-        interpret.main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    out, err = capsys.readouterr()
-    return status, out.splitlines(), err
+@pytest.fixture
+def command(run_main):
+    """command('--key=value', ...) -> (status, lines of stdout, stderr)."""
+    def call(*words):
+        status, out, err = run_main(interpret, '--device=cpu', *words)
+        return status, out.splitlines(), err
+    return call
 
 
-def test_a_plain_run_names_the_planted_detector_and_writes_its_files(tmp_path, data_dir, monkeypatch, capsys):
+def test_a_plain_run_names_the_planted_detector_and_writes_its_files(tmp_path, data_dir, command):
     model, unit = planted()
     run = save(model, tmp_path / 'run', data_dir)
-    status, lines, _ = call(monkeypatch, capsys, f'--ckpt={run}', f'--html={tmp_path / "p.html"}', '--n_tokens=2000')
+    status, lines, _ = command(f'--ckpt={run}', f'--html={tmp_path / "p.html"}', '--n_tokens=2000')
     values = json.loads(lines[-1])
     assert status == 0 and values['detectors'] == {'comparative': {'1': 1}} and values['latches'] == 0
     assert values['half_life_median'] == values['half_life_median_top'] == pytest.approx(4, abs=1e-3)
@@ -410,31 +406,31 @@ def test_a_plain_run_names_the_planted_detector_and_writes_its_files(tmp_path, d
     assert 'comparative detector: AUC 1.000' in text and not re.search(r'https?:|src="(?!data:)', text)
 
 
-def test_one_layer_and_one_unit(tmp_path, data_dir, monkeypatch, capsys):
+def test_one_layer_and_one_unit(tmp_path, data_dir, command):
     model, unit = planted()
     run = save(model, tmp_path, data_dir)
-    status, lines, _ = call(monkeypatch, capsys, f'--ckpt={run}', '--layer=1')
+    status, lines, _ = command(f'--ckpt={run}', '--layer=1')
     assert status == 0 and len(lines) == 64 + 1 and any(line.split()[0] == str(unit) for line in lines)
-    status, lines, _ = call(monkeypatch, capsys, f'--ckpt={run}', '--layer=1', f'--unit={unit}')
+    status, lines, _ = command(f'--ckpt={run}', '--layer=1', f'--unit={unit}')
     assert status == 0 and 'than' in json.loads(lines[-1])['name'] and sum('context' in line for line in lines) == 5
     assert all(re.search(r'\w+er\[(9\d|100)\]', line) for line in lines if 'context' in line)
     assert [path.name for path in run.iterdir()] == ['last.pt']
 
 
-def test_a_gelu_model_is_read_without_quantifiers(tmp_path, data_dir, monkeypatch, capsys):
+def test_a_gelu_model_is_read_without_quantifiers(tmp_path, data_dir, command):
     run = save(random_model(ffn='gelu', quant=False), tmp_path, data_dir, ffn='gelu', quant=False)
-    status, lines, _ = call(monkeypatch, capsys, f'--ckpt={run}', '--n_tokens=500')
+    status, lines, _ = command(f'--ckpt={run}', '--n_tokens=500')
     assert status == 0 and 'half_life_median' not in json.loads(lines[-1])
     assert any(line.startswith('quantifiers that write most: none') and 'ffn=gelu' in line for line in lines)
     assert not (run / 'half_lives.png').exists() and (run / 'redundancy.png').exists()
 
 
-def test_logic_over_the_checkpoints_of_runs(tmp_path, data_dir, monkeypatch, capsys):
+def test_logic_over_the_checkpoints_of_runs(tmp_path, data_dir, command):
     for name, quant in (('a', True), ('b', False)):
         for step in (10, 200):
             save(random_model(step, quant=quant), tmp_path / name, data_dir, f'step_{step:06d}.pt', step, quant=quant)
     runs = f'{tmp_path / "a"},{tmp_path / "b"}'
-    status, lines, _ = call(monkeypatch, capsys, f'--over={runs}', '--n_tokens=500')
+    status, lines, _ = command(f'--over={runs}', '--n_tokens=500')
     kept, values = json.loads((tmp_path / 'a' / 'over.json').read_text()), json.loads(lines[-1])
     assert status == 0 and list(kept) == runs.split(',') == list(values) and (tmp_path / 'a' / 'over.png').is_file()
     for run, points in kept.items():
@@ -444,13 +440,13 @@ def test_logic_over_the_checkpoints_of_runs(tmp_path, data_dir, monkeypatch, cap
         assert points[0]['layers'] != points[1]['layers'] and len(points[0]['layers']) == 2
 
 
-def test_the_study_counts_by_model_kind_and_family(tmp_path, data_dir, monkeypatch, capsys):
+def test_the_study_counts_by_model_kind_and_family(tmp_path, data_dir, monkeypatch, command):
     for row, change in interpret.STUDY.values():
         kind = dict(ffn=row.partition('+')[0], quant='+' in row)
         model = planted()[0] if row == 'nc+quant' else random_model(**kind)
         save(model, tmp_path / f'{row}-seed1', data_dir, **kind)
     monkeypatch.chdir(tmp_path)
-    status, lines, _ = call(monkeypatch, capsys, f'--study={tmp_path}', '--seeds=1', '--n_tokens=200')
+    status, lines, _ = command(f'--study={tmp_path}', '--seeds=1', '--n_tokens=200')
     values = json.loads(lines[-1])
     found = values['nc+quant: quantifier']
     assert status == 0 and found == dict(comparative='1', passive='0', neither='0', negation='0')
@@ -471,18 +467,18 @@ def test_the_study_counts_by_model_kind_and_family(tmp_path, data_dir, monkeypat
     (['--study=RUN'], 'no checkpoint'),
     (['--study=RUN', '--seeds=a'], 'whole numbers'),
 ])
-def test_a_mistake_ends_in_one_line(tmp_path, data_dir, monkeypatch, capsys, words, says):
+def test_a_mistake_ends_in_one_line(tmp_path, data_dir, command, words, says):
     run = save(random_model(), tmp_path, data_dir)
-    status, lines, err = call(monkeypatch, capsys, f'--ckpt={run}',
+    status, lines, err = command(f'--ckpt={run}',
                               *(word.replace('RUN', str(run)) for word in words))
     assert status == 2 and not lines and err.startswith('error: ') and says in err and err.count('\n') == 1
     assert [path.name for path in run.iterdir()] == ['last.pt']
 
 
-def test_bytes_have_no_licensing_test(tmp_path, monkeypatch, capsys):
+def test_bytes_have_no_licensing_test(tmp_path, command):
     (tmp_path / 'text.txt').write_text('the dog is older than the cat. ' * 200)
     prepare.make_text(tmp_path, 'licensing', str(tmp_path / 'text.txt'), tokenizer='bytes', num_threads=1)
     torch.manual_seed(0)
     run = save(GPT(257, **SHAPE), tmp_path / 'run', tmp_path)
-    status, lines, _ = call(monkeypatch, capsys, f'--ckpt={run}', '--n_tokens=200')
+    status, lines, _ = command(f'--ckpt={run}', '--n_tokens=200')
     assert status == 0 and json.loads(lines[-1])['detectors'] == {} and any('bytes' in line for line in lines)

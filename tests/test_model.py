@@ -273,6 +273,8 @@ def test_single_operand_r2_is_the_larger_squared_correlation():
             A, B = (members[operand].flatten(0, 1)[:, i].double().numpy() for operand in 'ab')
             expected.append([np.corrcoef(unit, operand)[0, 1] ** 2 for operand in (A, B)])
     assert r2.tolist() == pytest.approx([max(pair) for pair in expected], abs=1e-5)
+    for of_operand, column in zip(ffn.operand_r2(x_BTD), zip(*expected)):
+        assert of_operand.tolist() == pytest.approx(column, abs=1e-5)
     assert {a > b for a, b in expected} == {True, False}
     assert ffn.two_operand_share(x_BTD) == pytest.approx(sum(max(pair) < 0.9 for pair in expected) / 20)
     assert 0 < ffn.two_operand_share(x_BTD) < 1

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import parity
 from parity import Stack, all_inputs, solved, train
 
+pytestmark = pytest.mark.usefixtures('here')
 PROCESS = {key: value for key, value in os.environ.items() if key not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
 PLAIN = parity.DEFAULTS | dict(ffn='bilinear', norm=False, d_model=16, width=16, lr=0.01, init_scale=1.0)
 
@@ -27,26 +28,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test works in its own folder, as if alone."""
-    monkeypatch.chdir(tmp_path)
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def main(monkeypatch, capsys):
+def main(run_main):
     """main('--key=value', ...) -> (status, result, stderr) of the script, in this process."""
     def call(*words):
-        monkeypatch.setattr(sys, 'argv', ['parity.py', '--device=cpu', *words])
-        capsys.readouterr()
-        try:
-            parity.main()
-        except SystemExit as end:
-            return end.code, None, capsys.readouterr().err
-        out, err = capsys.readouterr()
-        return 0, json.loads(out.splitlines()[-1]), err
+        status, out, err = run_main(parity, '--device=cpu', *words)
+        return status, None if status else json.loads(out.splitlines()[-1]), err
     return call
 
 

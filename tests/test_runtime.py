@@ -60,16 +60,9 @@ if __name__ == '__main__':
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 '''.format(root=os.path.dirname(runtime.__file__))
+pytestmark = pytest.mark.usefixtures('here')
 ALONE = SimpleNamespace(rank=0, world=1, local_rank=0, device=torch.device('cpu'), main=True)
 CONFIG = dict(out_dir='', resume=False, overwrite=False, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test works in its own folder, as if alone."""
-    monkeypatch.chdir(tmp_path)
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

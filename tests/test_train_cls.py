@@ -1,5 +1,6 @@
 """train_cls.py on classifiers of a few thousand parameters: what a step, a measurement, a stop, a resume, a divergence,
 a mistake and a table of variants do; and the paper's tables from its own runs."""
+import functools
 import itertools
 import json
 import math
@@ -25,13 +26,14 @@ from model import VARIANTS, load_llama
 from test_llama import hf_folder
 from test_llama import small as small_llama
 from test_tokenizers import TOKENS, hf_file
-from test_train_lm import ALONE, NEVER, PROCESS, TORCHRUN, contents, here, one_thread, saved, stop_after  # noqa: F401
+from test_train_lm import (ALONE, NEVER, PROCESS, TORCHRUN, contents, one_thread, records, saved,  # noqa: F401
+                           stop_after, without_speed)
 
 # three epochs of 8 + 8 + 8 + 4 examples
 SMALL = ('--preset=tiny --n_layer=2 --n_embd=32 --n_head=2 --n_kv_head=1 --d_ff=48 --d_logic=16 --n_head_logic=2 '
          '--n_train=28 --n_val=20 --batch_size=8 --micro_batch=8 --eval_batch=7 --epochs=3 --warmup=2 --lr=0.003 '
          '--log_every=1 --variant=inter8_learned --device=cpu').split()
-SPEEDS = ('examples_per_second', 'tokens_per_second')
+pytestmark = pytest.mark.usefixtures('here')
 
 
 @pytest.fixture(scope='module')
@@ -88,39 +90,15 @@ def untrained(train):
 
 
 @pytest.fixture
-def main(monkeypatch, capsys):
+def main(run_main):
     """main('--key=value', ...) -> (status, stdout, stderr) of the script, in this process."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-
-    def call(*words):
-        monkeypatch.setattr(sys, 'argv', ['train_cls.py', *words])
-        capsys.readouterr()
-        try:
-            status = train_cls.main() or 0
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-    yield call
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    return functools.partial(run_main, train_cls)
 
 
 @pytest.fixture
 def small(main, data):
     """The same for the small model, unless it resumes."""
     return lambda *words: main(*(words if '--resume' in words else (*SMALL, f'--data_dir={data}', *words)))
-
-
-def records(folder, key=None):
-    """The log without its speeds; with a key {step: value} of the records that have it."""
-    lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
-    if key:
-        return {line['step']: line[key] for line in lines if key in line}
-    return [without_speed(line) for line in lines]
-
-
-def without_speed(done):
-    return {key: value for key, value in done.items() if key not in (*SPEEDS, 'out_dir')}
 
 
 def assert_same_run(folder, other, done=None):

@@ -1,5 +1,6 @@
 """train_lm.py on models of a few thousand parameters: what a step, a stop, a resume, a divergence and a mistake do."""
 import errno
+import functools
 import itertools
 import json
 import math
@@ -23,8 +24,10 @@ from model import FFN_KINDS, GPT
 SMALL = ('--preset=tiny --n_layer=1 --n_embd=16 --n_head=2 --block_size=32 --batch_size=4 --micro_batch=4 '
          '--eval_windows=8 --log_every=1 --eval_every=5 --max_steps=12 --warmup=2 --lr=0.01 --ffn=nc --quant=on '
          '--device=cpu').split()
+SPEEDS = ('examples_per_second', 'tokens_per_second')
 ALONE = SimpleNamespace(rank=0, world=1, local_rank=0, device=torch.device('cpu'), main=True)
 NEVER = SimpleNamespace(agreed=lambda run: 0)
+pytestmark = pytest.mark.usefixtures('here')
 PROCESS = {key: value for key, value in os.environ.items() if key not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
 
 
@@ -51,14 +54,6 @@ def data(tmp_path_factory):
     return where
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test works in its own folder, as if alone."""
-    monkeypatch.chdir(tmp_path)
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
-        monkeypatch.delenv(name, raising=False)
-
-
 def configure(*words):
     return runtime.configure(train_lm.__file__, train_lm.DEFAULTS, train_lm.PRESETS, train_lm.CHOICES, argv=words)
 
@@ -81,21 +76,9 @@ def whole(train, tmp_path_factory):
 
 
 @pytest.fixture
-def main(monkeypatch, capsys):
+def main(run_main):
     """main('--key=value', ...) -> (status, stdout, stderr) of the script, in this process."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-
-    def call(*words):
-        monkeypatch.setattr(sys, 'argv', ['train_lm.py', *words])
-        capsys.readouterr()
-        try:
-            status = train_lm.main() or 0
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-    yield call
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    return functools.partial(run_main, train_lm)
 
 
 @pytest.fixture
@@ -109,7 +92,11 @@ def records(folder, key=None):
     lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
     if key:
         return {line['step']: line[key] for line in lines if key in line}
-    return [{name: value for name, value in line.items() if name != 'tokens_per_second'} for line in lines]
+    return [without_speed(line) for line in lines]
+
+
+def without_speed(done):
+    return {key: value for key, value in done.items() if key not in (*SPEEDS, 'out_dir')}
 
 
 def saved(folder, name='last.pt'):
