@@ -35,7 +35,8 @@ from torch.func import functional_call, stack_module_state, vmap
 from tqdm import tqdm
 
 from model import FFN, FFN_KINDS
-from runtime import configure, fail, launch, plain, pyplot, result, save_figure, table, write_json, write_text
+from runtime import (check_numbers, configure, fail, launch, plain, pyplot, result, save_figure, table, write_json,
+                     write_text)
 
 DEFAULTS = dict(
     n=12,                   # bits
@@ -202,12 +203,10 @@ def train(config, points, wanted, device='cpu', bar=None):
 
 def check(config):
     """Ends in one line where the numbers do not fit, or would not fit the memory."""
-    for key in ('n', 'depth', 'width', 'd_model', 'batch_size', 'check_every', 'n_seeds'):
-        if config[key] < 1:
-            fail(f'{key}={config[key]}: expected at least 1')
-    for key in ('steps', 'lr', 'init_scale', 'weight_decay', 'seed'):
-        if config[key] < 0:
-            fail(f'{key}={config[key]}: expected no negative number')
+    check_numbers(
+        config,
+        positive=('n', 'depth', 'width', 'd_model', 'batch_size', 'check_every', 'n_seeds'),
+        not_negative=('steps', 'lr', 'init_scale', 'weight_decay', 'seed'))
     n, d, width, depth = (config[key] for key in ('n', 'd_model', 'width', 'depth'))
     rows = min(config['batch_size'], 2 ** min(n, 64))
     weights = n * d + depth * (2 * d + 1) * width

@@ -127,6 +127,16 @@ def typed(key, text, default):
         fail(f'--{key}={text}: expected {WANTED[kind]} (the default is {shown(default)})')
 
 
+def check_numbers(config, positive, not_negative):
+    """Ends in one line where a number of these keys is below 1, or below 0."""
+    for key in positive:
+        if config[key] < 1:
+            fail(f'{key}={config[key]}: expected at least 1')
+    for key in not_negative:
+        if config[key] < 0:
+            fail(f'{key}={config[key]}: expected no negative number')
+
+
 def shown(value):
     """value as one would type it."""
     return {True: 'on', False: 'off'}[value] if isinstance(value, bool) else str(value) or "''"

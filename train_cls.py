@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 import prepare
 from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
-from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, launch, open_run, pyplot, restore,
-                     result, save_checkpoint, save_figure, spread, student_t, study, table, write_config, write_json,
-                     write_text)
+from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, launch, open_run,
+                     pyplot, restore, result, save_checkpoint, save_figure, spread, student_t, study, table,
+                     write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -217,13 +217,12 @@ def measure(model, examples, pad, config, run):
 
 def check(config):
     """Ends in one line where the numbers do not fit."""
-    for key in ('batch_size', 'micro_batch', 'eval_batch', 'max_tokens', 'log_every', 'd_logic', 'n_head_logic',
-                'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff'):
-        if config[key] < 1:
-            fail(f'{key}={config[key]}: expected at least 1')
-    for key in ('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip', 'seed'):
-        if config[key] < 0:
-            fail(f'{key}={config[key]}: expected no negative number')
+    check_numbers(
+        config,
+        positive=('batch_size', 'micro_batch', 'eval_batch', 'max_tokens', 'log_every', 'd_logic',
+                  'n_head_logic', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff'),
+        not_negative=('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip',
+                      'seed'))
     if not 0 <= config['beta2'] < 1:
         fail(f'beta2={config["beta2"]}: expected a number from 0 to below 1')
     if config['task'] == 'multi' and config['batch_size'] % 2:

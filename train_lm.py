@@ -27,8 +27,8 @@ from tqdm import tqdm
 import prepare
 from evaluate import batch_at, mean_loss, pair_accuracy, windows
 from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
-from runtime import (Diverged, Log, StopSignal, all_sum, conclude, configure, fail, finish, launch, open_run,
-                     precision, pyplot, restore, result, save_checkpoint, save_figure, spread, study, table,
+from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, finish, launch,
+                     open_run, precision, pyplot, restore, result, save_checkpoint, save_figure, spread, study, table,
                      write_config, write_json, write_text)
 
 DEFAULTS = dict(
@@ -185,13 +185,12 @@ def learning_rate(step, config):
 
 def check(config, run):
     """Ends in one line where the numbers do not fit."""
-    for key in ('batch_size', 'micro_batch', 'block_size', 'n_layer', 'n_head', 'n_embd', 'eval_every', 'log_every'):
-        if config[key] < 1:
-            fail(f'{key}={config[key]}: expected at least 1')
-    for key in ('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip', 'eval_windows', 'keep',
-                'seed'):
-        if config[key] < 0:
-            fail(f'{key}={config[key]}: expected no negative number')
+    check_numbers(
+        config,
+        positive=('batch_size', 'micro_batch', 'block_size', 'n_layer', 'n_head', 'n_embd', 'eval_every',
+                  'log_every'),
+        not_negative=('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip',
+                      'eval_windows', 'keep', 'seed'))
     if config['batch_size'] % run.world:
         fail(f'batch_size={config["batch_size"]} must be divisible by the {run.world} processes')
 
