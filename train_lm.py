@@ -7,7 +7,8 @@
 
     python train_lm.py --ffn=nc --quant=on --count_params        # parameters by FFN kind; needs no data
     python train_lm.py --resume --out_dir=latest                 # continues a run, bit for bit on a CPU
-    python train_lm.py --preset=tiny --compare                   # seven settings, three seeds: table and figure
+    python train_lm.py --preset=tiny --compare=all               # seven settings, three seeds: table and figure
+    python train_lm.py --preset=books --compare=gelu,nc,nc+quant   # three of them on a text prepared as `books`
     python train_lm.py --preset=tiny --boundary                  # how Boolean can an FFN be? twelve settings
 
 batch_size counts the sequences of a step over all processes, so the same command takes the same steps on any number of
@@ -73,7 +74,7 @@ DEFAULTS = dict(
     keep=0,                     # also keep the checkpoint of every keep-th step
     # instead of training one model
     count_params=False,         # print parameter counts and stop
-    compare=False,              # train COMPARE's rows over `seeds`; results/compare.json, .md and .png
+    compare='',                 # train rows of COMPARE, all or names with commas, over `seeds`: results/compare.*
     boundary=False,             # train BOUNDARY's rows over `seeds`; results/boundary.json, .md and .png
     seeds='1,2,3',              # of those studies
 )
@@ -81,6 +82,9 @@ PRESETS = dict(
     tiny=dict(dataset='licensing', n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32, micro_batch=32,
               max_steps=1000, warmup=50, lr=3e-3, eval_every=50, dtype='float32', compile=False),
 )
+PRESETS['books'] = PRESETS['tiny'] | dict(
+    dataset='books', block_size=256, batch_size=8, micro_batch=2, max_steps=1500, eval_every=125, eval_windows=128,
+    keep=250, dtype='bfloat16')
 CHOICES = dict(ffn=FFN_KINDS, quant_form=('corrected', 'printed'), op_init=('normal', 'zero'),
                dtype=('bfloat16', 'float32'))
 
@@ -358,7 +362,13 @@ COLORS = ('#666666', '#0072b2', '#d55e00')
 
 def compare(config, run, stop):
     """Claims A1, A4, A10, A13 of paper A at small size: loss, licensing accuracy and half-lives by kind of FFN."""
-    results = study('compare', COMPARE, config, run, stop, train, signs)
+    names = list(COMPARE) if config['compare'] == 'all' else config['compare'].split(',')
+    if unknown := [row for row in names if row not in COMPARE]:
+        fail(f'--compare={config["compare"]}: {unknown[0]!r} is none of all, {", ".join(COMPARE)}')
+    if 'gelu' not in names:
+        fail(f'--compare={config["compare"]}: expected gelu among them, which the others are measured against')
+    name = 'compare' if config['dataset'] == 'licensing' else f'compare_{config["dataset"]}'
+    results = study(name, {row: COMPARE[row] for row in names}, config, run, stop, train, signs)
     lines = []
     for row, runs in results.items():
         of = lambda key, digits: spread([r.get(key) for r in runs], digits)
@@ -367,23 +377,32 @@ def compare(config, run, stop):
                       of('licensing_accuracy', 3), of('half_life_median', 1), of('half_life_median_top', 1),
                       of('half_life_median_proportion', 1), of('latches', 0)])
 
+    shown = [row for row in ('gelu', 'nc', 'nc+quant') if row in results]
+    curves = {row: [r['curve'] for r in results[row]] for row in shown}
+    of = lambda row, key: np.array([[point[key] for point in curve] for curve in curves[row]])     # seeds, steps
+    steps = [point['step'] for point in curves['gelu'][0]]
+
     def draw(left, right):
-        for color, row in zip(COLORS, ('gelu', 'nc', 'nc+quant')):
-            curves = [r['curve'] for r in results[row]]
-            steps = [point['step'] for point in curves[0]]
-            for axis, key in ((left, 'licensing_accuracy'), (right, 'val_loss')):
-                values = np.array([[point[key] for point in curve] for curve in curves])
+        for color, row in zip(COLORS, shown):
+            axes = {right: of(row, 'val_loss')}
+            axes[left] = of(row, 'licensing_accuracy') if config['dataset'] == 'licensing' else 100 * np.expm1(
+                axes[right] - of('gelu', 'val_loss'))
+            for axis, values in axes.items():
                 axis.plot(steps, values.T, color=color, alpha=0.25, lw=1)
                 axis.plot(steps, values.mean(0), color=color, lw=2, label=row)
-        early = (0, steps[-1] / 2)                              # the paper's difference is one of the first epoch
-        left.set(xlabel='step', ylabel='licensing accuracy, held-out pairs', xlim=early, ylim=(0.45, 1.01))
-        floor = min(r['val_loss'] for row in ('gelu', 'nc', 'nc+quant') for r in results[row])
-        right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=early, ylim=(floor, floor + 0.6))
+        left.set(xlabel='step', ylabel='perplexity over that of gelu with the same seed, %', xlim=(0, steps[-1]))
+        right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=(0, steps[-1]))
+        if config['dataset'] == 'licensing':
+            early = (0, steps[-1] / 2)                          # the paper's difference is one of the first epoch
+            left.set(ylabel='licensing accuracy, held-out pairs', xlim=early, ylim=(0.45, 1.01))
+            floor = min(of(row, 'val_loss')[:, -1].min() for row in shown)
+            right.set(xlim=early, ylim=(floor, floor + 0.6))
         left.legend()
 
     header = ['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life, exists',
               'its top fifth', 'half-life, proportion', 'latches']
-    publish('compare', results, config, header, lines, draw)
+    filled = [i for i in range(len(header)) if any(line[i] for line in lines)]
+    publish(name, results, config, [header[i] for i in filled], [[line[i] for i in filled] for line in lines], draw)
     return {row: spread([r['val_loss'] for r in runs], 4) for row, runs in results.items()}
 
 

@@ -652,7 +652,9 @@ def test_counting_needs_no_data_and_leaves_nothing(main, tmp_path):
     (['--keep=-1'], ['keep=-1', 'negative']),
     (['--dataset=books'], ['books', 'python prepare.py text', '--name=books']),
     (['--device=tpu'], ['tpu', 'cpu']),
-    (['--compare', '--seeds=1,x'], ['seeds=1,x']),
+    (['--compare=all', '--seeds=1,x'], ['seeds=1,x']),
+    (['--compare=gelu,mlp'], ['compare=gelu,mlp', 'mlp', 'all', 'bilinear']),
+    (['--compare=nc,bilinear'], ['compare=nc,bilinear', 'expected gelu']),
     (['--resume'], ['--out_dir']),
     (['--resume', '--out_dir=missing'], ['missing']),
 ])
@@ -777,11 +779,11 @@ def test_a_study_trains_each_row_with_each_seed_once(data, train, monkeypatch, c
     assert contents('out') == before and not trained
 
 
-@pytest.mark.parametrize('name, n_rows, digits', [('compare', 7, 4), ('boundary', 12, 3)])
-def test_a_study_writes_numbers_table_and_figure(small, monkeypatch, name, n_rows, digits):
+@pytest.mark.parametrize('name, value, n_rows, digits', [('compare', '=all', 7, 4), ('boundary', '', 12, 3)])
+def test_a_study_writes_numbers_table_and_figure(small, monkeypatch, name, value, n_rows, digits):
     rows = {row: keys | dict(max_steps=2) for row, keys in getattr(train_lm, name.upper()).items()}
     monkeypatch.setattr(train_lm, name.upper(), rows)
-    status, out, _ = small('--ffn=gelu', '--quant=off', f'--{name}', '--seeds=1,2')
+    status, out, _ = small('--ffn=gelu', '--quant=off', f'--{name}{value}', '--seeds=1,2')
     assert status == 0 and json.loads(out.splitlines()[-1]).keys() == rows.keys() and len(rows) == n_rows
     written = json.loads(Path('results', f'{name}.json').read_text())['results']
     assert written.keys() == rows.keys() and all(len(runs) == 2 for runs in written.values())
@@ -790,6 +792,16 @@ def test_a_study_writes_numbers_table_and_figure(small, monkeypatch, name, n_row
     for runs in written.values():
         assert f'| {np.mean([run["val_loss"] for run in runs]):.{digits}f} ± ' in table
     assert Path('results', f'{name}.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_a_study_of_a_text_has_its_own_name_and_no_empty_columns(small, monkeypatch):
+    monkeypatch.setattr(train_lm, 'COMPARE', {row: keys | dict(max_steps=2) for row, keys in train_lm.COMPARE.items()})
+    status, out, err = small('--ffn=gelu', '--quant=off', '--compare=nc,gelu', '--seeds=1,2',
+                             '--dataset=licensing_shuffled')
+    assert status == 0, err
+    table = Path('results', 'compare_licensing_shuffled.md').read_text()
+    assert 'half-life' not in table and '| nc |' in table and '| gelu |' in table and 'val loss' in table
+    assert list(Path('out').iterdir()) == [Path('out/compare_licensing_shuffled')]
 
 
 def test_a_study_is_for_one_process(data, capsys):
@@ -812,7 +824,7 @@ def test_a_run_is_not_resumed_as_another_function(train, capsys):
 
 
 @pytest.mark.parametrize('words, said', [('--count_params --n_head=0', 'n_head=0'),
-                                         ('--compare --max_steps=0', 'max_steps=0')])
+                                         ('--compare=all --max_steps=0', 'max_steps=0')])
 def test_numbers_are_checked_where_nothing_is_trained_too(words, said, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, 'argv', ['train_lm.py', '--preset=tiny', *words.split()])
