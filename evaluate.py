@@ -3,6 +3,7 @@
     python evaluate.py                                         # the newest run of train_lm.py: all that it can be asked
     python evaluate.py --ckpt=out/lm/NC --vs=out/lm/GELU       # two models on the same items: the paired difference
     python evaluate.py --tasks=lambada,blimp --lambada=FILE.jsonl --blimp=FILE.jsonl           # without network
+    python evaluate.py --study=out/compare_books              # the runs of train_lm.py --compare, over their seeds
     python evaluate.py --generate='The king' --tokens=50       # a sample instead
 
     ppl          perplexity of a token over the whole validation split; --stride=S gives each at least block_size - S
@@ -32,8 +33,8 @@ from tqdm import tqdm
 
 import prepare
 from model import GPT, MODEL_KEYS
-from runtime import (all_sum, configure, fail, latest, launch, load_checkpoint, load_weights, result, student_t,
-                     write_json)
+from runtime import (all_sum, configure, fail, latest, launch, load_checkpoint, load_weights, result, seeds_of, spread,
+                     student_t, table, write_json, write_text)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -45,6 +46,8 @@ DEFAULTS = dict(
     stride=0,                   # ppl: tokens scored in a window; 0 is block_size
     lambada='',                 # .jsonl file with text; '' is EleutherAI/lambada_openai on the hub
     blimp='',                   # .jsonl file in BLiMP's columns; '' is nyu-mll/blimp on the hub
+    study='',                   # folder of the runs of train_lm.py --compare, in place of ckpt and vs
+    seeds='1,2,3',              # of that study
     # instead of measuring
     generate='',                # text to continue
     tokens=100,                 # by so many tokens
@@ -53,6 +56,7 @@ DEFAULTS = dict(
     seed=1,                     # of the sample
 )
 TASKS = ('ppl', 'lambada', 'blimp', 'licensing')
+STUDIED = ('gelu', 'nc', 'nc+quant')        # rows of a study: each is compared with the one before it
 HEADLINES = dict(ppl=('ppl', 'perplexity'), lambada_acc=('lambada', 'accuracy'), lambada_ppl=('lambada', 'perplexity'),
                  blimp=('blimp', 'overall'), licensing=('licensing', 'overall'))
 
@@ -262,7 +266,7 @@ def summary(values_N, ties, vs_N=None, vs_ties=0):
     return record
 
 
-def table(task, records):
+def aligned(task, records):
     """The records {row: summary} as lines of text."""
     number = lambda x: '' if math.isnan(x) else f'{x:.4f}' if abs(x) < 1e5 else f'{x:.4g}'
     width = max(map(len, [task, *records])) + 2
@@ -277,8 +281,15 @@ def table(task, records):
 
 # ---- the command
 
+def items_of(task, config, c):
+    """What a task measures on: the tokens, the passages or the pairs. Ends in one line where there are none."""
+    try:
+        return load_items(task, config, c)
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
 def load_items(task, config, c):
-    """What a task measures on: the tokens, the passages or the pairs. Raises ValueError or OSError."""
     if task == 'ppl':
         return prepare.load_tokens(config['data_dir'], config['dataset'])[0]['val'].astype(np.int64)
     if task == 'lambada':
@@ -334,8 +345,10 @@ def check(c, run):
     for key, least in dict(batch_size=1, tokens=1, stride=0, temperature=0, top_k=0, seed=0).items():
         if getattr(c, key) < least:
             fail(f'{key}={getattr(c, key)}: expected at least {least}')
-    if c.generate and (c.vs or c.tasks):
-        fail('--generate samples from one model and measures nothing: leave out --vs and --tasks')
+    if c.generate and (c.vs or c.tasks or c.study):
+        fail('--generate samples from one model and measures nothing: leave out --vs, --tasks and --study')
+    if c.study and (c.vs or c.ckpt != DEFAULTS['ckpt']):
+        fail('--study measures the runs of its folder: leave out --ckpt and --vs')
 
 
 def check_models(c, configs, tasks):
@@ -353,10 +366,7 @@ def report(c, models, tokenizers, device):
     tasks, configs = choose_tasks(c, models), [config for _, config, _ in models]
     check_models(c, configs, tasks)
     path = Path(configs[0]['ckpt']).with_name('eval.json')
-    try:
-        items = {task: load_items(task, configs[0], c) for task in tasks}
-    except (ValueError, OSError) as error:
-        fail(error)
+    items = {task: items_of(task, configs[0], c) for task in tasks}
     try:
         written = dict(json.loads(path.read_text())) if path.exists() else {}
     except (ValueError, TypeError, OSError):
@@ -367,7 +377,7 @@ def report(c, models, tokenizers, device):
         rows, *vs = [measure(task, items[task], model, tokenizer, device, c)
                      for (model, _, _), tokenizer in zip(models, tokenizers)]
         records = {row: summary(*rows[row], *(vs[0][row] if vs else ())) for row in rows}
-        print('\n' + table(task, records), flush=True)
+        print('\n' + aligned(task, records), flush=True)
         settings = {key: getattr(c, key) for key in {'ppl': ['stride'], 'licensing': []}.get(task, [task])}
         written[f'{task} vs {c.vs}' if c.vs else task] = {**which, **settings, 'rows': records}
         write_json(path, written)
@@ -378,10 +388,53 @@ def report(c, models, tokenizers, device):
     return values | dict(vs=differences) if c.vs else values
 
 
+def study(c, device):
+    """The tasks on every run ROW-seedN of a study, ROW one of STUDIED: results/eval_NAME.json and .md.
+
+    A cell is the mean and sd over seeds. A difference is of what a row's seeds do on average, paired by item (in BLiMP
+    by paradigm), so its 95% interval speaks of other items. Last line: the differences of the overall measurements.
+    """
+    name, seeds = Path(c.study).name, seeds_of(c.seeds)
+    present = [row for row in STUDIED if all(Path(c.study, f'{row}-seed{seed}').is_dir() for seed in seeds)]
+    if 'gelu' not in present or len(present) < 2:
+        fail(f'{c.study} holds no study: expected the runs of `train_lm.py --compare=gelu,nc` with seeds {c.seeds}, in '
+             f'folders such as gelu-seed{seeds[0]}')
+    values, items, tasks = {}, {}, ()                           # (task, measurement) -> row -> [values of each seed]
+    for row, seed in [(row, seed) for row in present for seed in seeds]:
+        model, config, meta = load_model(Path(c.study, f'{row}-seed{seed}'), device, c.data_dir)
+        tasks = tasks or choose_tasks(c, [(model, config, meta)])
+        for task in tasks:
+            if task not in items:
+                items[task] = items_of(task, config, c)
+            print(f'{row}, seed {seed}: {task}', flush=True)
+            for key, (values_N, _) in measure(task, items[task], model, tokenizer_of(meta), device, c).items():
+                values.setdefault((task, key), {}).setdefault(row, []).append(values_N)
+    shown = [key for key in values if key[0] != 'blimp' or key[1].startswith(('phenomenon', 'overall'))]
+    lines, records = [], {}
+    for task, key in shown:
+        rows = values[task, key]
+        mean = {row: np.mean(rows[row], axis=0, dtype=float) for row in present}
+        pairs = {f'{row} - {before}': summary(mean[row], 0, mean[before]) for before, row in zip(present, present[1:])}
+        pairs = {pair: {part: record[part] for part in ('difference', 'low', 'high')} for pair, record in pairs.items()}
+        by_seed = {row: [seed_N.mean() for seed_N in rows[row]] for row in present}
+        records[f'{task} {key}'] = dict(n=len(mean['gelu']), by_seed=by_seed, differences=pairs)
+        digits = 1 if 'perplexity' in key else 3
+        lines.append([f'{task}, {key.removeprefix("phenomenon ")}', len(mean['gelu']),
+                      *(spread(by_seed[row], digits) for row in present),
+                      *(f'{d["difference"]:+.{digits}f} [{d["low"]:+.{digits}f}, {d["high"]:+.{digits}f}]'
+                        for d in pairs.values())])
+    write_json(Path('results', f'eval_{name}.json'), dict(seeds=seeds, tasks=tasks, records=records))
+    write_text(Path('results', f'eval_{name}.md'), table(['', 'items', *present, *pairs], lines))
+    return {f'{task} {key}': records[f'{task} {key}']['differences'] for task, key in HEADLINES.values()
+            if f'{task} {key}' in records}
+
+
 def main():
     c = SimpleNamespace(**configure(__file__, DEFAULTS))
     run = launch(c.device)
     check(c, run)
+    if c.study:
+        return result(**study(c, run.device))
     models = [load_model(where, run.device, c.data_dir) for where in (c.ckpt, c.vs) if where]
     tokenizers = [tokenizer_of(meta) for _, _, meta in models]
     try:

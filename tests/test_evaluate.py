@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -495,13 +496,41 @@ def test_the_pairs_are_those_of_the_model_s_own_language(here, command):
 
 def test_the_table_shows_ties_where_there_are_any():
     records = {'x': summary(np.array([True, False]), 3), 'y': summary(np.array([0.5, 1e6]), 0)}
-    lines = evaluate.table('pairs', records).splitlines()
+    lines = evaluate.aligned('pairs', records).splitlines()
     assert lines[0].split() == ['pairs', 'n', 'value', 'se', 'ties']
     assert lines[1].split() == ['x', '2', '0.5000', '0.3536', '3'] and lines[2].split()[2] == '5e+05'
-    header, line = evaluate.table('pairs', {'x': summary(np.array([1.0]), 0, np.array([3.0]), 0)}).splitlines()
+    header, line = evaluate.aligned('pairs', {'x': summary(np.array([1.0]), 0, np.array([3.0]), 0)}).splitlines()
     assert header.split() == ['pairs', 'n', 'value', 'se', 'vs', 'difference', 'low', 'high']
     assert line.split() == ['x', '1', '1.0000', '3.0000', '-2.0000'], 'what one item leaves unknown is blank'
     assert len(header) == len(line)
+
+
+def test_a_study_is_over_seeds_and_its_differences_over_items(here, command):
+    """Each cell is the mean of what the command says of each run; each interval that of the seeds' mean by item."""
+    meta = json.loads((here / 'data/books/meta.json').read_text())
+    alone = {}
+    for i, (row, seed) in enumerate([(row, seed) for row in evaluate.STUDIED for seed in (1, 2)]):
+        folder = here / f'out/trial/{row}-seed{seed}'
+        save_run(folder, meta, 'data', seed=10 + i)
+        alone.setdefault(row, []).append(command(f'--ckpt={folder}', '--tasks=ppl,lambada,blimp', *FILES)[0])
+    result, out = command('--study=out/trial', '--seeds=1,2', '--tasks=ppl,lambada,blimp', *FILES)
+    written = json.loads(Path('results/eval_trial.json').read_text())['records']
+    names = dict(ppl='ppl perplexity', lambada_acc='lambada accuracy', blimp='blimp overall')
+    for key, name in names.items():
+        means = {row: np.mean([one[key] for one in alone[row]]) for row in alone}
+        assert [np.mean(values) for values in written[name]['by_seed'].values()] == pytest.approx(list(means.values()), rel=1e-5)
+        for first, second in (('nc', 'gelu'), ('nc+quant', 'nc')):
+            pair = written[name]['differences'][f'{first} - {second}']
+            assert pair['difference'] == pytest.approx(means[first] - means[second], abs=1e-3)
+            assert pair['low'] <= pair['difference'] <= pair['high']
+            assert result[name][f'{first} - {second}'] == pytest.approx(pair, rel=1e-4)
+    models = [[evaluate.load_model(f'out/trial/{row}-seed{seed}', CPU)[0] for seed in (1, 2)] for row in ('gelu', 'nc')]
+    gelu_N, nc_N = (np.mean([evaluate.passage_rows(model, LAMBADA, prepare.get_tokenizer(meta), CPU, 16)['accuracy'][0]
+                             for model in models], axis=0) for models in models)
+    expected = summary(nc_N, 0, gelu_N)
+    assert written['lambada accuracy']['differences']['nc - gelu']['low'] == pytest.approx(expected['low'])
+    assert not any(word in ' '.join(written) for word in ('one', 'two')), 'no single paradigm'
+    assert Path('results/eval_trial.md').read_text() in out and '| blimp, argument_structure | ' in out
 
 
 def test_a_model_against_itself_differs_by_nothing(here, command):
@@ -601,8 +630,10 @@ def test_samples_follow_the_seed(command):
     (['--generate=a', '--temperature=-1'], 'temperature=-1.0: expected at least 0'),
     (['--generate=a', '--top_k=-1'], 'top_k=-1: expected at least 0'),
     (['--generate=a', '--seed=-1'], 'seed=-1: expected at least 0'),
-    (['--generate=a', '--vs=out/lm/B'], 'leave out --vs and --tasks'),
-    (['--generate=a', '--tasks=ppl'], 'leave out --vs and --tasks'),
+    (['--generate=a', '--vs=out/lm/B'], 'leave out --vs, --tasks and --study'),
+    (['--generate=a', '--tasks=ppl'], 'leave out --vs, --tasks and --study'),
+    (['--study=out/lm'], 'leave out --ckpt and --vs'),
+    (['--ckpt=latest', '--study=out/lm'], 'out/lm holds no study: expected the runs of `train_lm.py --compare'),
     (['--ckpt=out/lm/none'], 'no checkpoint out/lm/none'),
     (['--ckpt=out/lm'], 'no checkpoint in out/lm: expected the folder of a run of train_lm.py'),
     (['--ckpt=foreign'], 'foreign/best.pt is no checkpoint of train_lm.py, or is damaged (KeyError)'),
