@@ -7,6 +7,7 @@
     python interpret.py --over=out/lm/A,out/lm/B               # logic over the checkpoints of runs trained with --keep
     python interpret.py --study=out/compare                    # the runs of train_lm.py --compare: is a licensing
                                                                # detector due to the architecture, memory, training?
+
 A unit by name, from the tokens that raise its memberships to the tokens that its write raises:
 
     EXISTS[0.60](taller|older|..) -> than    such a token has occurred; 0.60 of that is left a token later
@@ -30,14 +31,16 @@ What is read and measured:
                  directions they really use
 
 A plain run writes interpret.json, half_lives.png and redundancy.png to the folder of the checkpoint, --over over.json
-and over.png to that of the first run, --study results/detectors.json and .md. The last line: detectors, a count by
-family and layer.
+and over.png to that of the first run, --study results/detectors.json and .md, and each model as it is measured to
+out/detectors.json, from where the same command goes on. The last line: detectors, a count by family and layer.
 """
 
 import base64
 import contextlib
 import html
+import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,8 +51,8 @@ from tqdm import tqdm
 import prepare
 from evaluate import batch_at, load_model, tokenizer_of, windows
 from model import GPT, MODEL_KEYS, POINTWISE, SOFT_GATE
-from runtime import (configure, fail, launch, pyplot, result, save_figure, saving, seeds_of, spread, table, write_json,
-                     write_text)
+from runtime import (check_numbers, check_results, configure, fail, interruptible, launch, plain, pyplot, read_json,
+                     result, save_figure, seeds_of, spread, table, write_file, write_json, write_text)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -69,6 +72,8 @@ DEFAULTS = dict(
 TEST = dict(places=50, auc=0.9, top_k=5, random_units=100, above=0.95, drop=0.002, ratio=2.0)
 KINDS = {'exists': 'quantifier', 'proportion': 'quantifier', 'and': 'operand', 'and_not': 'operand'}
 SHOWN = ('auc', 'rank', 'drop', 'drop_unlicensed', 'above')
+LABELS = dict(two_operand_share='two-operand share', saturation='saturation', half_life_exists='half-life, exists',
+              half_life_proportion='half-life, proportion', latches='latches')
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
 
 
@@ -100,14 +105,9 @@ def trace(model, ids_BT):
     return seen
 
 
-def unit_names(ffn):
-    """The part of FFN.units that each hidden unit belongs to, a list of F names."""
+def parts_of(ffn):
+    """The part of FFN.units that each hidden unit belongs to, [F]."""
     return [name for name, part in ffn.units.items() for _ in range(part.start, part.stop)]
-
-
-def kinds_of(ffn):
-    """quantifier, operand or the name of the activation, for each hidden unit."""
-    return [KINDS.get(name, name) for name in unit_names(ffn)]
 
 
 @torch.no_grad()
@@ -135,13 +135,37 @@ def lens(model, layer):
     return model.tokens.weight[:model.vocab_size] @ write_DF
 
 
-def without(ffn, units, mean_F):
-    """Hooks that set hidden units of an FFN to their means."""
-    def replace(module, inputs):
-        hidden_BTF = inputs[0].clone()
-        hidden_BTF[..., units] = mean_F[units].to(hidden_BTF.dtype)
-        return (hidden_BTF,)
-    return [(ffn.down, replace)]
+@torch.no_grad()
+def ablation(model, seen, score, real_BT=...):
+    """cost(units, n=None) -> [B], how far each sequence's score falls when units, [(layer, unit)], are set to their
+    means over a trace's tokens (those of real_BT); n: of the first n sequences alone. score: of what the final norm
+    gives, [B,T,D] -> [B]."""
+    means = [at.hidden[real_BT].flatten(0, -2).mean(0) for at in seen]
+
+    def finish(x_BTD, layer):
+        for block in model.blocks[layer:]:
+            x_BTD = block(x_BTD)
+        return score(model.norm(x_BTD)).double()
+
+    @torch.no_grad()
+    def cost(units, n=None):
+        chosen = {}
+        for layer, unit in units:
+            chosen.setdefault(layer, []).append(unit)
+
+        def replace(layer):
+            def hook(module, inputs):
+                hidden_BTF = inputs[0].clone()
+                hidden_BTF[..., chosen[layer]] = means[layer][chosen[layer]].to(hidden_BTF.dtype)
+                return (hidden_BTF,)
+            return model.blocks[layer].ffn.down, hook
+
+        first = min(chosen)
+        with hooked(map(replace, chosen)):
+            return before_B[:n] - finish(seen[first].block[:n], first)
+
+    before_B = finish(seen[0].block, 0)
+    return cost
 
 
 # ---- the licensing test
@@ -156,61 +180,34 @@ def auc(in_NF, out_MF):
 def encode_places(tokenizer, places, device):
     """prepare.licensed_places as tokens, after an end of text: ids [2n,T], the licensed half first; real [2n,T], last
     [2n] (the token from which the word is predicted), licensor [n] (its last token), word [2n] (its first token)."""
-    rows, licensor_n = [], []
-    for key in ('licensed', 'unlicensed'):
-        for place in places:
-            ends = [1]
-            ids = [tokenizer.eot]
-            for word in place[key]:
-                ids += tokenizer.encode(' ' + word)
-                ends.append(len(ids))
-            rows.append(ids)
-            if key == 'licensed':
-                licensor_n.append(ends[place['licensor'] + 1] - 1)
+    rows = [[tokenizer.encode(' ' + word) for word in place[key]] for key in ('licensed', 'unlicensed')
+            for place in places]
+    licensor_n = [sum(map(len, words[:place['licensor'] + 1])) for words, place in zip(rows, places)]
+    rows = [[tokenizer.eot, *itertools.chain(*words)] for words in rows]
     last_B = torch.tensor([len(ids) - 1 for ids in rows])
-    ids_BT = torch.full((len(rows), int(last_B.max()) + 1), tokenizer.eot)
-    for row, ids in zip(ids_BT, rows):
-        row[:len(ids)] = torch.tensor(ids)
+    ids_BT = torch.tensor([*itertools.zip_longest(*rows, fillvalue=tokenizer.eot)]).T
     word_B = torch.tensor([tokenizer.encode(' ' + place['word'])[0] for place in places] * 2)
     fields = dict(ids=ids_BT, real=torch.arange(ids_BT.size(1)) <= last_B[:, None], last=last_B, word=word_B,
                   licensor=torch.tensor(licensor_n))
     return SimpleNamespace(**{key: value.to(device) for key, value in fields.items()})
 
 
-@torch.no_grad()
-def word_log_prob(model, task, x_BTD, layer=0):
-    """Log-probability of the word at each place, [2n], from what enters a layer."""
-    rows = torch.arange(len(task.last), device=task.last.device)
-    for block in model.blocks[layer:]:
-        x_BTD = block(x_BTD)
-    logits_BV = model.head(model.norm(x_BTD[rows, task.last]))[:, :model.vocab_size]
-    return logits_BV.float().log_softmax(-1)[rows, task.word]
+def word_log_prob(model, task):
+    """A score for ablation: the log-probability of the word at each place, [2n], or at the first of them."""
+    def score(x_BTD):
+        rows = torch.arange(len(x_BTD), device=x_BTD.device)
+        logits_BV = model.head(x_BTD[rows, task.last[rows]])[:, :model.vocab_size]
+        return logits_BV.float().log_softmax(-1)[rows, task.word[rows]]
+    return score
 
 
-def ablation(model, task):
-    """drop([(layer, unit)]) -> the log-probability [2n] that the word loses when the units are set to their means over
-    the task's tokens."""
-    seen = trace(model, task.ids)
-    means = [layer.hidden[task.real].mean(0) for layer in seen]
-    before_B = word_log_prob(model, task, seen[0].block)
-
-    def drop(units):
-        hooks, first = [], min(layer for layer, _ in units)
-        for layer in {layer for layer, _ in units}:
-            chosen = [unit for other, unit in units if other == layer]
-            hooks += without(model.blocks[layer].ffn, chosen, means[layer])
-        with hooked(hooks):
-            return (before_B - word_log_prob(model, task, seen[first].block, first)).double()
-    return drop
-
-
-def first_two_tests(model, task):
+def first_two_tests(model, task, seen):
     """AUC and lens: (auc [F], rank [F]) of each layer. rank: how many tokens the unit raises more than the licensed
     word (of two, the one that it raises more)."""
     rows, others_BT = torch.arange(len(task.licensor), device=task.licensor.device), task.real.clone()
     others_BT[rows, task.licensor] = False
-    for layer, (block, seen) in enumerate(zip(model.blocks, trace(model, task.ids))):
-        fires_BTF, raised_VF = response(block.ffn, seen.ffn, seen.hidden), lens(model, layer)
+    for layer, (block, at) in enumerate(zip(model.blocks, seen)):
+        fires_BTF, raised_VF = response(block.ffn, at.ffn, at.hidden), lens(model, layer)
         rank_WF = torch.stack([(raised_VF > raised_VF[word]).sum(0) for word in task.word.unique()])
         yield auc(fires_BTF[rows, task.licensor], fires_BTF[others_BT]), rank_WF.min(0).values
 
@@ -230,8 +227,8 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
     drop_unlicensed and drop_random, the mean over 20 random sets of the same kind and size.
     """
     generator, n = torch.Generator().manual_seed(seed), TEST['places']
-    kinds = [kinds_of(block.ffn) for block in model.blocks]
-    pool = [(layer, unit) for layer, row in enumerate(kinds) for unit in range(len(row))]
+    kinds = {(layer, unit): KINDS.get(part, part) for layer, block in enumerate(model.blocks)
+             for unit, part in enumerate(parts_of(block.ffn))}
 
     def sample(options, size):
         return [options[i] for i in torch.randperm(len(options), generator=generator)[:size].tolist()]
@@ -239,11 +236,12 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
     units, groups = [], []
     for family in tqdm(prepare.LICENSED, desc=desc, disable=not desc, dynamic_ncols=True, leave=False):
         task = encode_places(tokenizer, prepare.licensed_places(family, n, seed), device)
-        drop, name = ablation(model, task), family.__name__
-        random_R = torch.stack([drop([unit])[:n].mean() for unit in sample(pool, TEST['random_units'])])
-        passed = [dict(family=name, layer=layer, unit=unit, kind=kinds[layer][unit], auc=float(auc_F[unit]),
+        name, seen = family.__name__, trace(model, task.ids)
+        drop = ablation(model, seen, word_log_prob(model, task), task.real)
+        random_R = torch.stack([drop([unit], n).mean() for unit in sample(list(kinds), TEST['random_units'])])
+        passed = [dict(family=name, layer=layer, unit=unit, kind=kinds[layer, unit], auc=float(auc_F[unit]),
                        rank=int(rank_F[unit]))
-                  for layer, (auc_F, rank_F) in enumerate(first_two_tests(model, task))
+                  for layer, (auc_F, rank_F) in enumerate(first_two_tests(model, task, seen))
                   for unit in ((auc_F >= TEST['auc']) & (rank_F < TEST['top_k'])).nonzero().flatten().tolist()]
         for record in passed:
             licensed, unlicensed = (part.mean() for part in drop([(record['layer'], record['unit'])]).split(n))
@@ -251,13 +249,13 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
                            above=float((random_R < licensed).double().mean()))
             record['detector'] = is_detector(record)
         units += passed
-        for kind in dict.fromkeys(kind for row in kinds for kind in row):
+        for kind in dict.fromkeys(kinds.values()):
             members = [(record['layer'], record['unit']) for record in passed if record['kind'] == kind]
-            of_kind = [(layer, unit) for layer, unit in pool if kinds[layer][unit] == kind]
+            of_kind = [unit for unit in kinds if kinds[unit] == kind]
             group = dict(family=name, kind=kind, of=len(of_kind), passed=len(members))
             if members:
                 licensed_n, unlicensed_n = drop(members).split(n)
-                chance = [drop(sample(of_kind, len(members)))[:n].mean() for _ in range(20)]
+                chance = [drop(sample(of_kind, len(members)), n).mean() for _ in range(20)]
                 group |= dict(drop=float(licensed_n.mean()), drop_unlicensed=float(unlicensed_n.mean()),
                               drop_random=float(torch.stack(chance).mean()))
             groups.append(group)
@@ -266,12 +264,8 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
 
 def count_detectors(units):
     """{family: {layer: how many}}, of families and layers that have any."""
-    counts = {}
-    for record in units:
-        if record['detector']:
-            of_family = counts.setdefault(record['family'], {})
-            of_family[str(record['layer'])] = of_family.get(str(record['layer']), 0) + 1
-    return counts
+    found = Counter((record['family'], str(record['layer'])) for record in units if record['detector'])
+    return {family: {layer: n for (other, layer), n in found.items() if other == family} for family, _ in found}
 
 
 # ---- reading units
@@ -288,13 +282,13 @@ def token_means(ids_N, values_NF, least=5):
 
 @torch.no_grad()
 def read_layer(model, layer, seen, ids_BT):
-    """What the units of a layer do over a trace's tokens: names (parts), fires [B,T,F] (a quantifier's membership, else
-    the response), hidden [B,T,F], tokens [U] and by_token [U,F] (mean of fires), operands {'a', 'b': [U,n]}, r2 (see
-    FFN.single_operand_r2) and first (whether A explains a unit better than B), raised [V,F], write_norm and
+    """What the units of a layer do over a trace's tokens: kinds (parts_of), fires [B,T,F] (a quantifier's membership,
+    else the response), hidden [B,T,F], tokens [U] and by_token [U,F] (mean of fires), operands {'a', 'b': [U,n]}, r2
+    (see FFN.single_operand_r2) and first (whether A explains a unit better than B), raised [V,F], write_norm and
     half_life [F] (nan but for quantifiers)."""
     ffn, ids_N = model.blocks[layer].ffn, ids_BT.flatten()
-    names, flat = unit_names(ffn), lambda x: x.flatten(0, -2).float()
-    r = SimpleNamespace(layer=layer, names=names, fires=response(ffn, seen.ffn, seen.hidden).float(),
+    names, flat = parts_of(ffn), lambda x: x.flatten(0, -2).float()
+    r = SimpleNamespace(layer=layer, kinds=names, fires=response(ffn, seen.ffn, seen.hidden).float(),
                         hidden=seen.hidden.float(), raised=lens(model, layer).float(), operands={},
                         write_norm=ffn.down.weight.norm(dim=0), half_life=torch.full((len(names),), math.nan).double())
     if ffn.quantifier:
@@ -332,7 +326,7 @@ def either(best):
 def describe(r, unit, tokenizer):
     """A unit of a read layer as a record: layer, unit, kind, name, fires and raises and lowers [(token, value)],
     write_norm, and where it has them half_life, a, b (as fires) and r2."""
-    kind, vocabulary = r.names[unit], range(len(r.raised))
+    kind, vocabulary = r.kinds[unit], range(len(r.raised))
     record = dict(layer=r.layer, unit=unit, kind=kind, name='', fires=top(tokenizer, r.tokens, r.by_token[:, unit]),
                   raises=top(tokenizer, vocabulary, r.raised[:, unit]), write_norm=float(r.write_norm[unit]),
                   lowers=[(text, -value) for text, value in top(tokenizer, vocabulary, -r.raised[:, unit])])
@@ -376,6 +370,10 @@ def facts(record):
     if 'r2' in record:
         gate = ': a soft gate' * (record['r2'] >= SOFT_GATE)
         rows.append(('one operand', f'explains {record["r2"]:.0%} of it{gate}'))
+    if 'family' in record:
+        rows.append((record['family'], f'AUC {record["auc"]:.3f}; it raises {record["rank"]} tokens more than the '
+                     f'licensed word, which loses {record["drop"]:.4f} nats without the unit (with no licensor '
+                     f'{record["drop_unlicensed"]:.4f}), more than without {record["above"]:.0%} of random units'))
     return rows
 
 
@@ -407,11 +405,10 @@ def layer_records(model, seen):
     quantifiers, records = model.quantifier_units(), []
     for layer, (block, at) in enumerate(zip(model.blocks, seen)):
         ffn, hidden_NF = block.ffn, at.hidden.flatten(0, 1)
-        kinds = kinds_of(ffn)
-        pairs, saturation = kinds.count('operand'), ffn.saturation(at.ffn)
+        kinds, saturation = [KINDS.get(part, part) for part in parts_of(ffn)], ffn.saturation(at.ffn)
         ratios = {kind: participation_ratio(hidden_NF[:, [k == kind for k in kinds]]) for kind in dict.fromkeys(kinds)}
-        record = dict(layer=layer, two_operand_share=float(ffn.two_operand_share(at.ffn)) if pairs else None,
-                      saturation=None if saturation is None else float(saturation),
+        record = dict(layer=layer, saturation=None if saturation is None else float(saturation),
+                      two_operand_share=float(ffn.two_operand_share(at.ffn)) if 'operand' in kinds else None,
                       participation_ratio={'all': participation_ratio(hidden_NF), **ratios})
         if quantifiers:
             here = quantifiers['layer'] == layer
@@ -423,37 +420,38 @@ def layer_records(model, seen):
     return records
 
 
-@torch.no_grad()
-def loss_from(model, x_BTD, targets_BT, layer):
-    """Mean loss in nats a token, from what enters a layer."""
-    for block in model.blocks[layer:]:
-        x_BTD = block(x_BTD)
-    logits_BTV = model.head(model.norm(x_BTD))[..., :model.vocab_size]
-    return float(torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()))
-
-
 def redundancy(model, seen, targets_BT, seed=1, draws=4):
     """Loss that removing units costs: records layer, part (Boolean or the activation's name), removed (1, 10, as many
     as the layer has Boolean units), cost (nats a token, mean over random draws). Claim A7; for a kind without Boolean
     units the largest number is a quarter of its units."""
     generator, records = torch.Generator().manual_seed(seed), []
-    base = loss_from(model, seen[0].block, targets_BT, 0)
+
+    def score(x_BTD):
+        logits_BVT = model.head(x_BTD)[..., :model.vocab_size].float().transpose(1, 2)
+        return -torch.nn.functional.cross_entropy(logits_BVT, targets_BT, reduction='none').mean(1)
+
+    cost = ablation(model, seen, score)
     for layer, block in enumerate(tqdm(model.blocks, desc='redundancy', dynamic_ncols=True, leave=False)):
-        mean_F, parts = seen[layer].hidden.flatten(0, 1).mean(0), {}
-        for unit, name in enumerate(unit_names(block.ffn)):
-            parts.setdefault('Boolean' if name in KINDS else name, []).append(unit)
-        most = len(parts.get('Boolean', ())) or len(mean_F) // 4
+        parts, names = {}, parts_of(block.ffn)
+        for unit, name in enumerate(names):
+            parts.setdefault('Boolean' if name in KINDS else name, []).append((layer, unit))
+        most = len(parts.get('Boolean', ())) or len(names) // 4
         for part, members in parts.items():
-            for removed in sorted({1, min(10, most), most}):
-                if removed > len(members):
-                    continue
-                costs = []
-                for _ in range(draws if removed < len(members) else 1):
-                    chosen = torch.randperm(len(members), generator=generator)[:removed].tolist()
-                    with hooked(without(block.ffn, [members[i] for i in chosen], mean_F)):
-                        costs.append(loss_from(model, seen[layer].block, targets_BT, layer) - base)
-                records.append(dict(layer=layer, part=part, removed=removed, cost=sum(costs) / len(costs)))
+            for removed in sorted(n for n in {1, min(10, most), most} if n <= len(members)):
+                costs = [cost([members[i] for i in torch.randperm(len(members), generator=generator)[:removed]]).mean()
+                         for _ in range(draws if removed < len(members) else 1)]
+                records.append(dict(layer=layer, part=part, removed=removed, cost=float(sum(costs) / len(costs))))
     return records
+
+
+def layer_table(records):
+    """(header, lines) of layer_records, a column a layer."""
+    rows = [(label, [record.get(key) for record in records]) for key, label in LABELS.items()]
+    rows += [(f'participation ratio, {kind}', [record['participation_ratio'][kind] for record in records])
+             for kind in records[0]['participation_ratio']]
+    number = lambda x: '' if x is None else str(x) if isinstance(x, int) else f'{x:.2f}' if x < 1 else f'{x:.1f}'
+    return (['layer', *(record['layer'] for record in records)],
+            [[label, *map(number, values)] for label, values in rows])
 
 
 # ---- figures
@@ -471,6 +469,7 @@ def draw_half_lives(path, model):
             axis.hist(half_life[(layers == layer) & part], bins, color=color, alpha=0.6, label=name)
         axis.axvline(model.block_size, color='#666666', ls='--', lw=1)
         axis.set(xscale='log', ylabel=f'layer {layer}')
+        axis.yaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].legend()
     axes[-1, 0].set(xlabel='half-life, tokens')
     save_figure(figure, path)
@@ -483,9 +482,10 @@ def draw_redundancy(path, records):
         axis.plot([record['removed'] for record in line], [record['cost'] for record in line],
                   'o-' if key[1] == 'Boolean' else 'o--', color=COLORS[key[0] % len(COLORS)],
                   label=f'layer {key[0]}, {key[1]}')
-    axis.set(xscale='log', xlabel='units removed', ylabel='loss over the whole model, nats a token')
+    axis.set(xscale='log', xlabel='units removed', ylabel='loss added, nats a token')
     axis.set_yscale('symlog', linthresh=1e-3)
-    axis.set_ylim(-1e-3)
+    costs = [record['cost'] for record in records]
+    axis.set_ylim(2 * min(-1e-4, *costs), 2 * max(1e-3, *costs))
     axis.legend(fontsize='small')
     save_figure(figure, path)
 
@@ -494,33 +494,30 @@ def draw_redundancy(path, records):
 
 def over(c, device):
     """Two-operand share and saturation by layer, at every step_*.pt of the runs (claims A6, A12)."""
-    runs, series = [Path(run) for run in c.over.split(',')], {}
+    runs, series = c.over.split(','), {}
     for run in runs:
-        paths = sorted(run.glob('step_*.pt'))
+        paths = sorted(Path(run).glob('step_*.pt'))
         if not paths:
             fail(f'no step_*.pt in {run}: expected a run of train_lm.py with --keep=N, which keeps every N-th step')
-        for path in tqdm(paths, desc=run.name, dynamic_ncols=True, leave=False):
+        for path in tqdm(paths, desc=Path(run).name, dynamic_ncols=True, leave=False):
             model, config, _ = load_model(path, device, c.data_dir)
             records = layer_records(model, trace(model, text_of(c, config, device)[0]))
             if records[0]['saturation'] is None:
                 fail(f'{run} has no Boolean units (ffn={config["ffn"]}): expected runs of --ffn=nc')
-            series.setdefault(str(run), []).append(dict(step=config['step'], layers=records))
-    folder = runs[0]
+            series.setdefault(run, []).append(dict(step=config['step'], layers=records))
     figure, axes = pyplot().subplots(len(runs), 2, figsize=(10, 3 * len(runs)), squeeze=False, layout='constrained')
     for row, (run, points) in zip(axes, series.items()):
         for axis, key in zip(row, ('two_operand_share', 'saturation')):
             for layer in range(len(points[0]['layers'])):
-                axis.plot([point['step'] for point in points],
-                          [math.nan if (y := point['layers'][layer][key]) is None else y for point in points],
-                          'o-', color=COLORS[layer % len(COLORS)], label=f'layer {layer}')
-            axis.set(xlabel='step', ylabel=key.replace('_', ' '), title=Path(run).name, ylim=(-0.02, 1.02))
-    axes[0, 0].legend()
-    save_figure(figure, folder / 'over.png')
-    write_json(folder / 'over.json', series)
-    return {run: dict(steps=[point['step'] for point in points],
-                      two_operand_share=[record['two_operand_share'] for record in points[-1]['layers']],
-                      saturation=[record['saturation'] for record in points[-1]['layers']])
-            for run, points in series.items()}
+                axis.plot(*zip(*((point['step'], point['layers'][layer][key]) for point in points)), 'o-',
+                          color=COLORS[layer % len(COLORS)], label=f'layer {layer}')
+            axis.set(xlabel='step', ylabel=LABELS[key], title=Path(run).name, ylim=(-0.03, 1.03))
+    axes[0, 1].legend(ncols=2)
+    save_figure(figure, Path(runs[0], 'over.png'))
+    write_json(Path(runs[0], 'over.json'), series)
+    last = {run: points[-1]['layers'] for run, points in series.items()}
+    return {run: {key: [record[key] for record in records] for key in ('two_operand_share', 'saturation')}
+            for run, records in last.items()}
 
 
 # ---- the study: what makes a detector?
@@ -549,16 +546,36 @@ def changed(model, config, change, seed):
 
 
 def study(c, device):
-    """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training."""
-    seeds, records = seeds_of(c.seeds), []
-    for name, (run, change) in STUDY.items():
-        for seed in seeds:
-            model, config, meta = load_model(Path(c.study, f'{run}-seed{seed}'), device, c.data_dir)
-            model = changed(model, config, change, seed)
-            units, groups = licensing_test(model, tokenizer_of(meta), device, c.seed, desc=f'{name}, seed {seed}')
+    """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training.
+    A model that has been trained anew since it was measured, which its weights' norm tells, is measured anew."""
+    seeds, path, anew = seeds_of(c.seeds), Path('out', 'detectors.json'), 'move it away to begin anew'
+    settings = plain(dict(test=TEST, seed=c.seed, n_tokens=c.n_tokens))
+    there = read_json(path, anew) if path.exists() else dict(settings=settings, records=[])
+    if there.get('settings') != settings:
+        fail(f'{path} was measured with {there.get("settings")}, not {settings}: {anew}')
+    kept = {(record['model'], record['seed']): record for record in there['records']}
+    check_results()
+
+    def load(name, seed):
+        return load_model(Path(c.study, f'{STUDY[name][0]}-seed{seed}'), device, c.data_dir)
+
+    def norm(model):
+        return float(torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm())
+
+    weights = {(name, seed): norm(load(name, seed)[0]) for seed in seeds for name in STUDY}
+    todo = [key for key in weights if kept.get(key, {}).get('weights') != weights[key]]
+    with tqdm(todo, unit='model', dynamic_ncols=True) as bar:
+        for name, seed in bar:
+            bar.set_postfix_str(f'{name}, seed {seed}')
+            model, config, meta = load(name, seed)
+            model = changed(model, config, STUDY[name][1], seed)
+            units, groups = licensing_test(model, tokenizer_of(meta), device, c.seed, desc='')
             layers = layer_records(model, trace(model, text_of(c, config, device)[0]))
-            records.append(dict(model=name, seed=seed, units=units, groups=groups, layers=layers))
-    write_json(Path('results', 'detectors.json'), dict(test=TEST, seeds=seeds, records=records), indent=None)
+            kept[name, seed] = dict(model=name, seed=seed, weights=weights[name, seed], units=units, groups=groups,
+                                    layers=layers)
+            write_json(path, dict(settings=settings, records=list(kept.values())), indent=None)
+    records = [kept[name, seed] for name in STUDY for seed in seeds]
+    write_json(Path('results', 'detectors.json'), dict(**settings, records=records), indent=None)
     text, values = study_tables(records)
     write_text(Path('results', 'detectors.md'), text)
     return values
@@ -601,52 +618,44 @@ def study_tables(records):
 
 # ---- the page
 
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#222}
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#222;background:#fff}
 h1,h2,h3{line-height:1.2}img{max-width:100%;height:auto}code{overflow-wrap:anywhere}
 article{border:1px solid #ddd;border-radius:6px;padding:.3rem .9rem;margin:1rem 0}
-.scroll{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.15rem .6rem;text-align:right;white-space:nowrap}
-.text{line-height:2;margin:.3rem 0}.text span{padding:.1rem .2rem;border-radius:3px;border-bottom:4px solid transparent}
-dt{font-weight:600}dd{margin:0 0 .5rem 1rem}"""
+article p{margin:.3rem 0}.scroll{overflow-x:auto}table{border-collapse:collapse}
+td,th{padding:.15rem .4rem;text-align:right}td:first-child,th:first-child{text-align:left}
+.text{line-height:2}.text span{padding:.1rem .2rem;border-radius:3px;border-bottom:4px solid transparent}"""
+INTRODUCTION = """<p>Some hidden units of this language model are explicit fuzzy logic. A <b>membership</b> between 0
+and 1 says how far a token has a property. <code>EXISTS[0.60](x)</code> holds the strongest membership so far and keeps
+0.60 of it from token to token; <code>OFTEN</code> is the recent average; <code>(x) and (y)</code> and <code>(x) but not
+(y)</code> combine two properties of one token. After the arrow stand the next words that the unit makes likelier. In
+the examples the ground of a word shows how strongly the unit answers to it, the line below it what the unit holds
+there.</p>"""
 
 
-def marked(place, most):
-    """A context as HTML: the ground shows the membership, the line below what the unit then holds."""
-    words = (f'<span style="background:rgba(213,94,0,{max(0.0, min(1.0, fires / most)):.2f});'
-             f'border-color:rgba(0,114,178,{max(0.0, min(1.0, hidden)):.2f})">{html.escape(text)}</span>'
-             for text, fires, hidden in place)
-    return '<p class="text">' + ' '.join(words) + '</p>'
-
-
-def html_card(record, places, note=''):
+def html_card(record, places):
+    """All about a unit; in the contexts the ground shows how it answers to a word, the line below what it then holds.
+    """
     most = max([fires for place in places for _, fires, _ in place] + [1e-9])
-    rows = ''.join(f'<dt>{label}</dt><dd>{html.escape(text)}</dd>' for label, text in facts(record))
+    shade = lambda rgb, share: f'rgba({rgb},{max(0.0, min(1.0, share)):.2f})'
+    spans = [' '.join(f'<span style="background:{shade("213,94,0", 0.75 * fires / most)};'
+                      f'border-color:{shade("0,114,178", hidden)}">{html.escape(text)}</span>'
+                      for text, fires, hidden in place) for place in places]
+    rows = ''.join(f'<p><b>{label}</b> {html.escape(text)}</p>' for label, text in facts(record))
     return (f'<article><h3>Layer {record["layer"]}, unit {record["unit"]}</h3><p><code>{html.escape(record["name"])}'
-            f'</code></p><p>{html.escape(note)}</p><dl>{rows}</dl>{"".join(marked(place, most) for place in places)}'
-            '</article>')
+            f'</code></p>{rows}{"".join(f"""<p class="text">{span}</p>""" for span in spans)}</article>')
 
 
-def html_table(header, lines):
-    cells = lambda tag, row: ''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)
-    return (f'<div class="scroll"><table><tr>{cells("th", header)}</tr>' +
-            ''.join(f'<tr>{cells("td", line)}</tr>' for line in lines) + '</table></div>')
-
-
-def page(title, header, lines, sections, figures):
-    """One HTML file that needs no other. sections: [(heading, explanation, [cards as HTML])]; figures: [(caption, PNG
-    file)]."""
+def page(title, header, lines, figures, sections):
+    """One HTML file that needs no other. figures: {caption: PNG file}; sections: [(heading, explanation, [cards])]."""
+    cells = lambda tag, row: '<tr>' + ''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row) + '</tr>'
+    layers = f'{cells("th", header)}{"".join(cells("td", line) for line in lines)}'
     images = ''.join(f'<h2>{html.escape(caption)}</h2><img alt="{html.escape(caption)}" src="data:image/png;base64,'
-                     f'{base64.b64encode(Path(path).read_bytes()).decode()}">' for caption, path in figures)
+                     f'{base64.b64encode(Path(path).read_bytes()).decode()}">' for caption, path in figures.items())
     body = ''.join(f'<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>{"".join(cards) or "<p>None.</p>"}'
                    for heading, text, cards in sections)
     return (f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
             f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>'
-            '<p>Some hidden units of this language model are explicit fuzzy logic. A <b>membership</b> between 0 and 1 '
-            'says how far a token has a property. <code>EXISTS[0.60](x)</code> holds the strongest membership so far '
-            'and keeps 0.60 of it from token to token; <code>OFTEN</code> is the recent average; <code>(x) and (y)'
-            '</code> and <code>(x) but not (y)</code> combine two properties of one token. After the arrow stand the '
-            'next words that the unit makes likelier. In the examples the ground of a word shows how strongly the unit '
-            'answers to it, the line below it what the unit holds there.</p>'
-            f'<h2>Layers</h2>{html_table(header, lines)}{body}{images}</html>\n')
+            f'{INTRODUCTION}<h2>Layers</h2><div class="scroll"><table>{layers}</table></div>{images}{body}</html>\n')
 
 
 # ---- the command
@@ -661,15 +670,9 @@ def text_of(c, config, device):
     return batch_at(ids, starts, T, device)
 
 
-def detector_note(record):
-    return (f'{record["family"]} detector: AUC {record["auc"]:.3f}; {record["rank"]} tokens are raised more than the '
-            f'licensed word; removing it costs that word {record["drop"]:.4f} nats ({record["drop_unlicensed"]:.4f} '
-            f'without licensor), more than {record["above"]:.0%} of random units do')
-
-
 def read_some(c, model, ids_BT, tokenizer):
     """A layer's Boolean units by name (all of its units where it has none), or the card of one unit."""
-    F = len(unit_names(model.blocks[0].ffn))
+    F = len(parts_of(model.blocks[0].ffn))
     if not 0 <= c.layer < model.n_layer or not -1 <= c.unit < F:
         fail(f'layer={c.layer}, unit={c.unit}: expected a layer from 0 to {model.n_layer - 1} and a unit from 0 to '
              f'{F - 1}')
@@ -678,7 +681,7 @@ def read_some(c, model, ids_BT, tokenizer):
         record = describe(r, c.unit, tokenizer)
         print(card(record, contexts(r, c.unit, ids_BT, tokenizer)))
         return dict(name=record['name'])
-    units = [unit for unit, name in enumerate(r.names) if name in KINDS] or range(F)
+    units = [unit for unit, kind in enumerate(r.kinds) if kind in KINDS] or range(F)
     for unit in units:
         print(f'{unit:>6}  {describe(r, unit, tokenizer)["name"]}')
     return dict(units=len(units))
@@ -692,69 +695,48 @@ def read_all(c, model, config, tokenizer, device):
     layers = layer_records(model, seen)
     reads = [read_layer(model, layer, at, ids_BT) for layer, at in enumerate(seen)]
     wordy = tokenizer.name != 'bytes'
-    found, groups = licensing_test(model, tokenizer, device, c.seed) if wordy else ([], [])
+    passed, groups = licensing_test(model, tokenizer, device, c.seed) if wordy else ([], [])
     costs = redundancy(model, seen, targets_BT, c.seed)
-    detectors = sorted((record for record in found if record['detector']), key=lambda record: -record['drop'])
+    units = [describe(r, unit, tokenizer) for r in tqdm(reads, desc='naming', dynamic_ncols=True, leave=False)
+             for unit, kind in enumerate(r.kinds) if kind in KINDS]
+    detectors = sorted((record for record in passed if record['detector']), key=lambda record: -record['drop'])
     for record in detectors:
         record['name'] = describe(reads[record['layer']], record['unit'], tokenizer)['name']
-    units = [describe(r, unit, tokenizer) for r in tqdm(reads, desc='naming', dynamic_ncols=True, leave=False)
-             for unit, name in enumerate(r.names) if name in KINDS]
 
-    number = lambda x, digits=2: '' if x is None else f'{x:.{digits}f}'
-    kinds = list(layers[0]['participation_ratio'])
-    header = ['layer', 'two-operand share', 'saturation', 'half-life, exists', 'half-life, proportion', 'latches',
-              *(f'participation ratio, {kind}' for kind in kinds)]
-    lines = [[r['layer'], number(r['two_operand_share']), number(r['saturation']), number(r.get('half_life_exists'), 1),
-              number(r.get('half_life_proportion'), 1), r.get('latches', ''),
-              *(number(r['participation_ratio'][kind], 1) for kind in kinds)] for r in layers]
+    def strongest(key, n):
+        """The n of each layer that write most, of the units that have the key."""
+        ranked = sorted((unit for unit in units if key in unit), key=lambda unit: -unit['write_norm'])
+        return [unit for layer in range(model.n_layer) for unit in [u for u in ranked if u['layer'] == layer][:n]]
+
+    header, lines = layer_table(layers)
     print(table(header, lines))
-    strongest = [unit for r in reads for unit in sorted(
-        (u for u in units if u['layer'] == r.layer and 'half_life' in u), key=lambda u: -u['write_norm'])[:3]]
-    pairs = [unit for r in reads for unit in sorted(
-        (u for u in units if u['layer'] == r.layer and 'r2' in u), key=lambda u: -u['write_norm'])[:2]]
-    for heading, some in (('quantifiers that write most', strongest), ('operand units that write most', pairs)):
-        print(f'\n{heading}' + ''.join(f"\n  layer {u['layer']} unit {u['unit']:>4}  {u['name']}" for u in some)
-              if some else f'\n{heading}: none, this model has ffn={config["ffn"]}, quant={"on" * config["quant"]}')
-    if wordy:
-        print('\n' + table(['family', 'layer', 'unit', *SHOWN, 'name'], [
-            [r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN), f"`{r['name']}`"]
-            for r in detectors]))
-    else:
-        print('\nno licensing test: tokens are bytes, and it needs words')
+    quantifiers, pairs = strongest('half_life', 3), strongest('r2', 2)
+    for heading, some in (('quantifiers', quantifiers), ('operand units', pairs)):
+        print(f'{heading} that write most' + (':' if some else f': none, this model has ffn={config["ffn"]}'))
+        print(''.join(f'  layer {unit["layer"]} unit {unit["unit"]:>4}  {unit["name"]}\n' for unit in some))
+    print(table(['family', 'layer', 'unit', *SHOWN, 'name'],
+                [[r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN), f'`{r["name"]}`']
+                 for r in detectors]) if wordy else 'no licensing test: tokens are bytes, and it needs words')
 
-    figures = []
-    if model.quantifier_units():
-        draw_half_lives(folder / 'half_lives.png', model)
-        figures.append(('How long quantifiers remember', folder / 'half_lives.png'))
+    figures = {'Loss when units are removed': folder / 'redundancy.png'}
     draw_redundancy(folder / 'redundancy.png', costs)
-    figures.append(('Loss when units are removed', folder / 'redundancy.png'))
+    if quantifiers:
+        figures['How long quantifiers remember'] = folder / 'half_lives.png'
+        draw_half_lives(folder / 'half_lives.png', model)
     write_json(folder / 'interpret.json', dict(ckpt=config['ckpt'], step=config['step'], test=TEST, layers=layers,
-                                               passed=found, groups=groups, redundancy=costs, units=units))
+                                               passed=passed, groups=groups, redundancy=costs, units=units))
     if c.html:
-        def cards(records, notes=None):
-            return [html_card(describe(reads[u['layer']], u['unit'], tokenizer),
-                              contexts(reads[u['layer']], u['unit'], ids_BT, tokenizer),
-                              detector_note(u) if notes else '') for u in records]
-        sections = [('Licensing detectors', 'Units that fire on a licensor, raise the word that it licenses, and whose '
-                     'removal costs that word probability; at most twelve, the costliest first.',
-                     cards(detectors[:12], notes=True)),
-                    ('Quantifiers', 'The three of each layer that write most.', cards(strongest)),
+        def cards(records):
+            return [html_card(describe(reads[r['layer']], r['unit'], tokenizer) | r,
+                              contexts(reads[r['layer']], r['unit'], ids_BT, tokenizer)) for r in records]
+        sections = [('Licensing detectors', 'Units that fire on a licensor, raise the word that it licenses, and '
+                     'without which that word loses probability; at most twelve, the costliest first.',
+                     cards(detectors[:12])),
+                    ('Quantifiers', 'The three of each layer that write most.', cards(quantifiers)),
                     ('And, but not', 'The two of each layer that write most.', cards(pairs))]
-        with saving(c.html):
-            write = page(f'The units of {folder.name}, step {config["step"]}', header, lines, sections, figures)
-            Path(c.html).write_text(write, encoding='utf-8')
-    return model_values(model) | dict(detectors=count_detectors(found), operand_units=sum('r2' in u for u in units))
-
-
-def model_values(model):
-    """Half-lives over all quantifiers, and over the fifth that writes most; latches."""
-    units = model.quantifier_units()
-    if not units:
-        return {}
-    largest = units['write_norm'].topk(max(1, len(units['write_norm']) // 5)).indices
-    return dict(half_life_median=float(units['half_life'].median()),
-                half_life_median_top=float(units['half_life'][largest].median()),
-                latches=int((units['half_life'] > model.block_size).sum()))
+        write_file(Path(c.html), page(f'The units of {folder.name}, step {config["step"]}', header, lines, figures,
+                                      sections))
+    return model.memory() | dict(detectors=count_detectors(passed))
 
 
 def main():
@@ -762,13 +744,12 @@ def main():
     run = launch(c.device)
     if run.world > 1:
         fail('interpret.py is one process: run it without torchrun')
-    if c.n_tokens < 1 or c.seed < 0:
-        fail(f'n_tokens={c.n_tokens}, seed={c.seed}: expected at least 1 and 0')
+    check_numbers(vars(c), positive=('n_tokens',), not_negative=())
     if c.unit >= 0 > c.layer:
         fail(f'unit={c.unit}: of which layer? expected --layer as well')
     if (c.over and c.study) or (c.html and (c.over or c.study or c.layer >= 0)):
         fail('--over, --study, --layer and --html read different things: give one of them')
-    try:
+    with interruptible('the same command goes on from there' if c.study else 'nothing was lost'):
         if c.over or c.study:
             values = over(c, run.device) if c.over else study(c, run.device)
         else:
@@ -778,8 +759,6 @@ def main():
                 values = read_some(c, model, text_of(c, config, run.device)[0], tokenizer)
             else:
                 values = read_all(c, model, config, tokenizer, run.device)
-    except KeyboardInterrupt:
-        fail('interrupted: no file was changed', status=130)
     result(**values)
 
 

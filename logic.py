@@ -13,7 +13,8 @@ where it is negated). A feature direction has no "not", but a membership does: 1
 operands are bounded.
 
 Below the connectives is paper B's routed layer, which sends features into 3G gates, G each of AND, OR and NOT, over
-small causal windows. Axes: B batch, S sequence, L logic width, G gates of a family, J = 3G routed channels, C window.
+small causal windows or, a union of the papers, over what paper A's quantifiers say of all earlier tokens. Axes: B
+batch, S sequence, L logic width, G gates of a family, J = 3G routed channels, C window.
 """
 
 import math
@@ -21,6 +22,8 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from quantifier import Quantifier, decayed_max, decayed_sum
 
 
 def fuzzy_and(x, dim=-1):
@@ -68,6 +71,21 @@ def causal_window(v_BSG, size, axis, fill, mask_BS=None):
     return F.pad(v_BSG, (size - 1, 0), value=fill).unfold(2, size, 1)
 
 
+def quantify(u_BSJ, decay_J, mask_BS):
+    """What each gate's quantifier says after each token, [B,S,J]: of the real tokens up to it, at rate sigmoid(decay).
+
+    The first half of each family's gates is decayed_max, the other half the corrected decayed_mean (paper A, section
+    9); computed in fp32, returned in u's dtype. At rate 0 either is u itself.
+    """
+    real_BS1 = mask_BS[..., None]
+    rate_J, m_BSJ = decay_J.float().sigmoid(), u_BSJ.masked_fill(~real_BS1, 0)
+    weight_BSJ = decayed_sum(real_BS1.to(u_BSJ).expand_as(m_BSJ), rate_J)     # 1 or more from the first real token on
+    often_BSJ = decayed_sum(m_BSJ, rate_J) / weight_BSJ.clamp(min=1)
+    gates = len(decay_J) // 3
+    exists_J = torch.arange(3 * gates, device=u_BSJ.device) % gates < (gates + 1) // 2
+    return torch.where(exists_J, decayed_max(m_BSJ, rate_J), often_BSJ).to(u_BSJ.dtype)
+
+
 def route(logits_BSJ, tau=1.0):
     """Routing weights: softmax over all 3G channels at temperature tau (paper B, eq 7)."""
     return (logits_BSJ / tau).softmax(-1)
@@ -95,7 +113,13 @@ class LogicLayer(nn.Module):
     gate_mode 'soft' or 'ste' (eq 10). residual is eq 17's base: 'state', the previous state as printed, or 'attended',
     the layer's input, as the paper ran it: features then also pass by the gates. Near uniform routing pi is about 1/3G,
     so pi * s is small, AND is about 0 and 'ste' never fires; route_scale takes min(3G pi, 1) * s, which is then s.
+
+    axis 'inter' or 'intra', see causal_window; 'quant': as 'inter', but in place of its value at the token before, a
+    gate reads a quantifier over all tokens before, see quantify, whose rate it learns. ValueError for a window other
+    than 2 with it.
     """
+
+    half_life = Quantifier.half_life                # axis 'quant' alone: of each gate's rate, [3G] in tokens
 
     def __init__(self, d_logic=256, n_gates=8, window=2, axis='inter', tau=1.0, gate_mode='soft', residual='attended',
                  route_scale=False):
@@ -106,6 +130,10 @@ class LogicLayer(nn.Module):
         self.router = nn.Linear(d_logic, 3 * n_gates)                                               # W_r
         self.gate = nn.Linear(d_logic, 3 * n_gates)                                                 # W_g
         self.update = nn.Linear(n_gates * (window + 2), d_logic)                                    # eq 15's width
+        if axis == 'quant':
+            if window != 2:
+                raise ValueError(f'axis=quant pairs a token with what came before it: expected window=2, got {window}')
+            self.decay = Quantifier(3 * n_gates).decay
 
     def forward(self, attended_BSL, state_BSL, mask_BS):
         """The layer's input, the state before it and the mask (true where real) -> (state after it [B,S,L], stats).
@@ -120,14 +148,20 @@ class LogicLayer(nn.Module):
         u_BSJ = scale_BSJ * s_BSJ                                                                   # eq 9
         if self.gate_mode == 'ste':
             u_BSJ = straight_through(u_BSJ)                                                         # eq 10
-        u_and, u_or, u_not = u_BSJ.chunk(3, dim=-1)                                                 # eq 11
 
-        def window(v_BSG, fill):                                                                    # eq 12
-            return causal_window(v_BSG, self.window, self.axis, fill, mask_BS)
+        def windows(v_BSJ, size, axis):                                                             # eqs 11, 12
+            # what is missing must not matter: true to AND, false to OR, and NOT of it is 0
+            return [causal_window(v_BSG, size, axis, fill, mask_BS)
+                    for v_BSG, fill in zip(v_BSJ.chunk(3, dim=-1), (1, 0, 1))]
 
-        # what is missing must not matter: true to AND, false to OR, and NOT of it is 0
-        a_BSG, o_BSG = fuzzy_and(window(u_and, fill=1)), fuzzy_or(window(u_or, fill=0))             # eqs 13, 14
-        n_BSK = fuzzy_not(window(u_not, fill=1)).flatten(-2)
+        if self.axis == 'quant':
+            before = windows(quantify(u_BSJ, self.decay, mask_BS), 2, 'inter')
+            operands = [torch.cat([q_BSGC[..., :1], u_BSGC], dim=-1)
+                        for q_BSGC, u_BSGC in zip(before, windows(u_BSJ, 1, 'inter'))]
+        else:
+            operands = windows(u_BSJ, self.window, self.axis)
+        u_and, u_or, u_not = operands                                                               # each [B,S,G,C]
+        a_BSG, o_BSG, n_BSK = fuzzy_and(u_and), fuzzy_or(u_or), fuzzy_not(u_not).flatten(-2)        # eqs 13, 14
         delta_BSL = self.update(torch.cat([a_BSG, o_BSG, n_BSK], dim=-1))                           # eqs 15, 16
         base_BSL = state_BSL if self.residual == 'state' else attended_BSL
         with torch.no_grad():

@@ -309,6 +309,21 @@ class GPT(nn.Module):
                 rows.append((torch.full_like(exists, layer, dtype=torch.long), half_life, norm, exists))
         return dict(zip(('layer', 'half_life', 'write_norm', 'exists'), map(torch.cat, zip(*rows)))) if rows else None
 
+    def memory(self):
+        """How long quantifiers remember, a dict: median half-life (tokens) of the existential units, of the fifth of them
+        that writes most, and of the proportion units; and latches, units of either sort with a half-life beyond the
+        context. Empty without quantifiers.
+        """
+        units = self.quantifier_units()
+        if units is None:
+            return {}
+        exists, half_life = units['exists'], units['half_life']
+        top = units['write_norm'][exists].topk(max(1, int(exists.sum()) // 5)).indices
+        return dict(half_life_median=half_life[exists].median().item(),
+                    half_life_median_top=half_life[exists][top].median().item(),
+                    half_life_median_proportion=half_life[~exists].median().item() if (~exists).any() else None,
+                    latches=int((half_life > self.block_size).sum()))
+
 
 def param_groups(model, weight_decay, decay_lr_mult):
     """Optimizer groups, each parameter in exactly one: matrices with weight decay; biases and norms without; the
@@ -518,7 +533,7 @@ def stored(file, name=None):
     try:
         if file.suffix == '.pth':
             tensors = torch.load(file, map_location='cpu', mmap=True, weights_only=True)
-            return tensors[name] if name else {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            return tensors[name] if name else {str(name): tuple(tensor.shape) for name, tensor in tensors.items()}
         with safe_open(file, 'pt') as tensors:
             return tensors.get_tensor(name) if name else {
                 name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
@@ -594,7 +609,7 @@ def meta_options(params, shapes, rope_factor):
 # ---- paper B: the logic stream beside Llama, and the classifier
 
 # Classifier's choices by name
-CHOICES = dict(branch=('none', 'nogate', 'routed'), axis=('inter', 'intra'), gate_mode=('soft', 'ste'),
+CHOICES = dict(branch=('none', 'nogate', 'routed'), axis=('inter', 'intra', 'quant'), gate_mode=('soft', 'ste'),
                control=('paper', 'matched'), residual=('state', 'attended'), logic_dtype=('same', 'float32'))
 
 # what a model of the comparison changes in Classifier's defaults, which are inter8
@@ -612,11 +627,15 @@ VARIANTS = dict(
     matched=dict(branch='nogate', cross_attn=False, control='matched'),    # inter8_noxattn but for what is in the layer
     nogate_xattn=dict(branch='nogate'),               # the cell the paper did not run: its control with cross-attention
     scaled=dict(route_scale=True),
+    quant=dict(axis='quant'),                         # both papers: a gate reads all earlier tokens, fading, not one
+    inter8_fp32=dict(logic_dtype='float32'),          # inter8 itself where the backbone is in fp32
 )
 
 
 class CrossAttention(nn.Module):
-    """The logic state attends to the backbone's hidden states (paper B, eq 5): not causal, padding is no key."""
+    """The logic state attends to the backbone's hidden states (paper B, eq 5): padding is no key. Not causal, and need
+    not be: nothing is generated, the one prediction comes after the last token, so none is ahead of what it may see.
+    """
 
     def __init__(self, d_logic, d, n_head=4):
         super().__init__()
@@ -678,7 +697,10 @@ class LogicStream(nn.Module):
         self.unused = nn.ModuleList([] if cross_attn else attentions)
 
     def step(self, t, state_BSL, h_BSD, mask_BS):
-        """L_{t-1} (None before the first layer) and layer t's output H_t [B,S,D] -> (L_t, the layer's stats)."""
+        """L_{t-1} (None before the first layer) and layer t's output H_t [B,S,D] -> (L_t, the layer's stats).
+
+        L_0 is W H_1 with the projection W, so that without cross-attention the first step reads 2 W H_1.
+        """
         h_BSD = h_BSD.to(self.project.weight.dtype)
         if state_BSL is None:
             state_BSL = self.project(h_BSD)                                    # L_0
@@ -718,9 +740,10 @@ class Classifier(nn.Module):
     branch 'none' is a linear head on the last token; 'nogate' and 'routed' add stream, fusion and an RMSNorm before the
     head. control='paper' gives nogate the paper's control (see NoGateLayer and Fusion); 'matched' one that has routed's
     fusion and parameters. cross_attn=False: the stream reads a projection of H_t instead. axis to route_scale: see
-    LogicLayer. logic_dtype='float32' keeps all modules but the backbone in fp32; 'same' gives them its dtype. unused:
-    see LogicStream. checkpointing recomputes each layer, with its logic step, in the backward pass. All modules but the
-    backbone start as torch initialises them. ValueError for an unknown choice.
+    LogicLayer. logic_dtype='float32' keeps all modules but the backbone in fp32; 'same' gives them its dtype, but for
+    the quantifiers' rates, which bf16 would freeze. unused: see LogicStream. checkpointing recomputes each layer, with
+    its logic step, in the backward pass. All modules but the backbone start as torch initialises them. ValueError for
+    an unknown choice.
     """
 
     def __init__(self, llama, n_classes=3, branch='routed', axis='inter', gates=8, window=2, tau=1.0, cross_attn=True,
@@ -751,6 +774,9 @@ class Classifier(nn.Module):
         for module in self.children():
             if module is not llama:
                 module.to(embedding.device, torch.float32 if logic_dtype == 'float32' else embedding.dtype)
+        for name, p in self.named_parameters():
+            if name.endswith('.decay'):                  # starts at 4.6, where bf16 is spaced by 0.03
+                p.data = p.data.float()
 
     def layer_and_step(self, t, h_BSD, state_BSL, mask_BS, context):
         """Layer t and its logic step: H_{t-1}, L_{t-1} -> H_t, L_t, stats."""

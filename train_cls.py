@@ -6,12 +6,15 @@
 
     python train_cls.py --count_params                                        # Table 2 of the paper; needs no weights
     python train_cls.py --preset=tiny --variants=table1 --seeds=42,777,123    # every run of a table, then the table
+    python train_cls.py --preset=tiny --variants=depth --seeds=42,777,123     # shallow proofs in training, then deeper
     python train_cls.py --summarize=tests/paper_b_runs.json                   # the paper's tables from its own runs
     python train_cls.py --resume --out_dir=latest                             # continues a run
 
 FOLDER is a Llama of HF or of Meta; without one a Llama of the given shape starts from scratch on the words of the
 training split. A variant is a row of model.VARIANTS, and each key of a row can be given for itself. --preset=fair is
-the paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches.
+the paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches; on
+a CPU, --preset=tiny --logic_dtype=float32 --residual=state --control=matched. --count_params counts Llama 3.1's
+vocabulary for every shape, and adds a line for logic keys given beside the variants.
 
 batch_size counts the examples of a step over all processes; a step's examples are a function of (seed, step). A loss
 or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
@@ -30,9 +33,9 @@ from tqdm import tqdm
 
 import prepare
 from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
-from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, launch, open_run,
-                     pyplot, restore, result, save_checkpoint, save_figure, spread, student_t, study, table,
-                     write_config, write_json, write_text)
+from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, launch, main_first,
+                     open_run, pyplot, reason, restore, result, save_checkpoint, save_figure, spread, student_t, study,
+                     table, write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -48,6 +51,7 @@ DEFAULTS = dict(
     n_train=10_000,             # training examples, drawn by the seed; 0 is all
     n_val=5_000,                # validation examples, drawn by the seed; 0 is all
     max_tokens=250,             # longest input; the context loses its beginning
+    train_depth=-1,             # train on theories with proofs so deep, validate on deeper proofs; -1 is all on all
     # the backbone
     backbone='',                # folder of a Llama; '' is one from scratch, of this shape:
     n_layer=32,                 # layers (Llama-3.1-8B's here and below)
@@ -59,7 +63,7 @@ DEFAULTS = dict(
     # the variant: a row of model.VARIANTS over these
     variant='inter8',           # baseline | nogate | intra8 | inter8 | ... (--help ends with all)
     branch='routed',            # none | nogate | routed
-    axis='inter',               # windows along tokens (inter) or along gates (intra)
+    axis='inter',               # windows along tokens (inter), along gates (intra); all earlier tokens (quant)
     gates=8,                    # G, gates of each of AND, OR and NOT
     window=2,                   # C, how many values a gate combines
     tau=1.0,                    # temperature of the routing
@@ -80,16 +84,16 @@ DEFAULTS = dict(
     epochs=3,                   # passes over the training examples
     warmup=0,                   # steps in which the rate grows to lr
     lr=1e-5,                    # learning rate
-    alpha_lr=2e-4,              # of a learned alpha
+    alpha_lr=2e-4,              # of a learned alpha and of quant's rates, none of which decays
     beta2=0.999,                # decay of AdamW's mean of squared gradients
-    weight_decay=0.01,          # on everything but alpha
+    weight_decay=0.01,          # on everything but alpha and quant's rates
     grad_clip=0.0,              # largest gradient norm; 0 is none
     checkpointing=True,         # recompute each layer in the backward pass
     # what is written down
     log_every=10,               # steps between lines in log.jsonl
     # instead of training one model
     count_params=False,         # print Table 2 for this shape and stop
-    variants='',                # train each of table1 | table3 | table4 | table5 | all, or of names with commas
+    variants='',                # train table1 | table3 | table4 | table5 | all | precision | depth, or NAME,NAME
     seeds='42,777,123',         # with each of these
     summarize='',               # print the tables of a file of finished runs
 )
@@ -114,9 +118,14 @@ TABLES = dict(
     table3=('nogate', 'intra8', 'inter8'),
     table4=('nogate', 'inter8'),
     table5=('inter8', 'inter8_noxattn', 'nogate'),
-    all=tuple(VARIANTS),
+    all=tuple(name for name in VARIANTS if name != 'inter8_fp32'),
+    precision=('inter8', 'inter8_fp32'),
+    depth=('baseline', 'nogate', 'inter8', 'quant'),
 )
-TABLE_ROWS = dict(table3=dict(task='mnli'), table4=dict(task='multi'))
+# depth: of rulebase's 20,000 and 2,000 examples, 9,816 and 665 are left, both balanced, and two depths to test; with 0
+# no rule applies in training, with 2 there are 332 to test, of one depth
+TABLE_ROWS = dict(table3=dict(task='mnli'), table4=dict(task='multi'), depth=dict(train_depth=1),
+                  precision=dict(dtype='bfloat16', logic_dtype='same'))
 # what a key's value brings: a row of settings, the later over the earlier, keys given over all
 ROWS = dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS)
 CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS))
@@ -124,10 +133,36 @@ CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), varia
 PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
          ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'),
          ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
-         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'))
+         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('quant', 'inter8'), ('quant', 'nogate'),
+         ('inter8_fp32', 'inter8'))
 
 
 # ---- data
+
+def shallow_or_deep(rows, split, config):
+    """The training rows of theories whose deepest question is at most train_depth deep; the validation rows whose proof
+    is deeper, which leaves Unknown out.
+
+    Unknown has no depth: one of rulebase counts as its theory's rules, which bound its proofs; a theory of ProofWriter
+    that has no other question is left out.
+    """
+    most, deepest = config['train_depth'], {}
+    if most < 0:
+        return rows
+    if split == 'validation':
+        kept = [row for row in rows if row['depth'] is not None and row['depth'] > most]
+    else:
+        for row in rows:
+            unknown = row['context'].count('If ') if config['task'] == 'rulebase' else -1
+            depth = unknown if row['depth'] is None else row['depth']
+            deepest[row['context']] = max(depth, deepest.get(row['context'], depth))
+        kept = [row for row in rows if 0 <= deepest[row['context']] <= most]
+    if not kept:
+        raise ValueError(f'train_depth={most}: {config["task"]} has no {split} examples of '
+                         f'{"deeper" if split == "validation" else "such"} proofs: take another depth, or rulebase or '
+                         'proofwriter, whose questions have one')
+    return kept
+
 
 def open_data(config, run):
     """(examples by split, tokenizer, parts) of the task: an example has ids, label, depth and task; parts are tasks.
@@ -136,9 +171,11 @@ def open_data(config, run):
     """
     parts = ('proofwriter', 'mnli') if config['task'] == 'multi' else (config['task'],)
     where = config['data_dir']
-    if parts == ('rulebase',) and run.main and not Path(where, 'rulebase', 'meta.json').exists():
-        prepare.make_rulebase(where)
-    all_sum(0)                                                  # the others wait here
+
+    def make():
+        if parts == ('rulebase',) and not Path(where, 'rulebase', 'meta.json').exists():
+            prepare.make_rulebase(where)
+    main_first(run, make)
     loaded = {part: prepare.load_examples(where, part) for part in parts}
     if config['backbone']:
         tokenizer = prepare.llama_tokenizer(config['backbone'])
@@ -147,7 +184,8 @@ def open_data(config, run):
         tokenizer = prepare.get_tokenizer('words', words)
     examples = {}
     for split, n in (('train', config['n_train']), ('validation', config['n_val'])):
-        rows = [prepare.subset(loaded[part][0][split], -(-n // len(parts)), config['seed']) for part in parts]
+        rows = [prepare.subset(shallow_or_deep(loaded[part][0][split], split, config), -(-n // len(parts)),
+                               config['seed']) for part in parts]
         rows = [part[:min(map(len, rows))] for part in rows]
         examples[split] = [
             dict(ids=prepare.encode_example(tokenizer, row, loaded[part][1]['template'], config['max_tokens']),
@@ -173,7 +211,8 @@ def batch_of(examples, pad, device):
 @torch.no_grad()
 def measure(model, examples, pad, config, run):
     """Validation of the model as it stands, over all processes: loss (nats), accuracy, accuracy by proof depth and,
-    where there are several, by task; statistics of the routing over all real tokens (see Classifier.forward)."""
+    where there are several, by task; statistics of the routing over all real tokens (see Classifier.forward); the
+    median half-life of quant's rates, in tokens."""
     groups = [f'depth {example["depth"]}' if example['depth'] is not None else 'unknown' for example in examples]
     tasks = [example['task'] for example in examples]
     names = [*sorted(set(groups)), *sorted(set(tasks))]
@@ -207,6 +246,8 @@ def measure(model, examples, pad, config, run):
         record['accuracy_by_task'] = {name: count[name][0] / count[name][1] for name in sorted(set(tasks))}
     if model.fusion is not None:
         record['alpha'] = model.fusion.alpha.item()
+    if (config['branch'], config['axis']) == ('routed', 'quant'):
+        record['half_life_median'] = torch.cat([layer.half_life() for layer in model.stream.layers]).median().item()
     if sums:
         *routing, entropy, fired = (number / tokens for number in sums)
         record |= dict(entropy=entropy, fired=fired, routing=torch.tensor(routing).view(layers, gates).tolist())
@@ -221,8 +262,12 @@ def check(config):
         config,
         positive=('batch_size', 'micro_batch', 'eval_batch', 'max_tokens', 'log_every', 'd_logic',
                   'n_head_logic', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff'),
-        not_negative=('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip',
-                      'seed'))
+        not_negative=('n_train', 'n_val', 'epochs', 'warmup', 'lr', 'alpha_lr', 'weight_decay', 'grad_clip'))
+    for key in ('lr', 'alpha_lr', 'weight_decay', 'alpha', 'tau'):
+        if abs(config[key]) > 1e30:
+            fail(f'{key}={config[key]}: expected at most 1e30, for the arithmetic of fp32')
+    if config['train_depth'] < -1:
+        fail(f'train_depth={config["train_depth"]}: expected a depth of proofs, or -1 for all')
     if not 0 <= config['beta2'] < 1:
         fail(f'beta2={config["beta2"]}: expected a number from 0 to below 1')
     if config['task'] == 'multi' and config['batch_size'] % 2:
@@ -250,12 +295,13 @@ def build(config, vocab_size, run):
 
 
 def optimizer_of(model, config):
-    """AdamW; a learned alpha has its own rate and no decay."""
-    alpha = [p for name, p in model.named_parameters() if name == 'fusion.alpha']
-    rest = [p for name, p in model.named_parameters() if name != 'fusion.alpha']
-    assert len(alpha) + len(rest) == len(list(model.parameters()))
-    groups = [dict(params=rest, weight_decay=config['weight_decay'], rate=config['lr']),
-              dict(params=alpha, weight_decay=0.0, rate=config['alpha_lr'])]
+    """AdamW; a learned alpha and the quantifiers' rates have a learning rate of their own and no decay, and an epsilon
+    below the rates' gradients, which are smaller than AdamW's 1e-8."""
+    own = {name for name, _ in model.named_parameters() if name == 'fusion.alpha' or name.endswith('.decay')}
+    groups = [dict(params=[p for name, p in model.named_parameters() if (name in own) == apart], **settings)
+              for apart, settings in ((False, dict(weight_decay=config['weight_decay'], rate=config['lr'])),
+                                      (True, dict(weight_decay=0.0, rate=config['alpha_lr'], eps=1e-12)))]
+    assert sum(len(group['params']) for group in groups) == len(list(model.parameters()))
     return torch.optim.AdamW(groups, lr=config['lr'], betas=(0.9, config['beta2']))
 
 
@@ -288,6 +334,8 @@ def train(config, run, stop):
         model = build(config, tokenizer.vocab_size, run)
     except (ValueError, OSError) as error:
         fail(error)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        fail(f'the model does not fit this machine: take smaller numbers ({reason(error)})')
     shown, held = examples['train'], examples['validation']
     labels = [example['label'] for example in held]
     majority = max(map(labels.count, set(labels))) / len(labels)
@@ -305,7 +353,8 @@ def train(config, run, stop):
             step, measured, last_loss, norms, record = restore(
                 folder / 'last.pt', model, optimizer, config, run.device,
                 loop=('step', 'measured', 'last_loss', 'norms', 'record'),
-                same=(*LOGIC_KEYS, 'task', 'seed', 'n_train', 'max_tokens', 'batch_size', 'backbone', 'dtype'),
+                same=(*LOGIC_KEYS, 'task', 'seed', 'n_train', 'train_depth', 'max_tokens', 'batch_size', 'backbone',
+                      'dtype'),
                 own=('weight_decay', 'rate'))
             logged = step
         if run.main:
@@ -385,20 +434,25 @@ VOCAB = 128_256         # Llama 3.1's
 
 
 def count_params(config):
-    """Table 2 of the paper for the given shape, on the meta device, and our two controls beside it."""
+    """Table 2 of the paper for the given shape, on the meta device, our two controls beside it, the variant asked for
+    and, where logic keys given make it another, that."""
     check(config)
-    names = ('baseline', 'nogate', 'inter8', 'inter16', 'inter8_noxattn', 'matched', 'nogate_xattn')
-    rows = {name: VARIANTS[name] for name in names} | {config['variant']: VARIANTS[config['variant']]}
+    names = ('baseline', 'nogate', 'inter8', 'inter16', 'inter8_noxattn', 'matched', 'nogate_xattn', config['variant'])
     paper = {key: DEFAULTS[key] for key in LOGIC_KEYS} | {key: config[key] for key in ('d_logic', 'n_head_logic')}
+    rows = {name: paper | VARIANTS[name] for name in names}
+    asked = {key: config[key] for key in LOGIC_KEYS}
+    if asked != rows[config['variant']]:
+        rows['as given'] = asked
     try:
         with torch.device('meta'):
             llama = llama_of(config, VOCAB)
-            counts = {name: Classifier(llama, unused=True, **paper | row).num_params() for name, row in rows.items()}
+            counts = {name: Classifier(llama, unused=True, **row).num_params() for name, row in rows.items()}
     except ValueError as error:
         fail(error)
     lines = [[name, f'{trainable:,}', f'{used:,}', f'{used - counts["baseline"][1]:,}']
              for name, (trainable, used) in counts.items()]
     print(table(['variant', 'trainable', 'used', 'used beyond the baseline'], lines))
+    print(f'with a vocabulary of {VOCAB:,}\n')
     return {name: dict(trainable=trainable, used=used) for name, (trainable, used) in counts.items()}
 
 
@@ -407,7 +461,7 @@ def paired(first, second):
     error (sd / sqrt(n)), t, number of seeds, and whether it is supported: positive and more than two standard errors
     (the paper's rule, section 4.1). None for fewer than two seeds."""
     second = {r['seed']: r['val_accuracy'] for r in second if 'val_accuracy' in r}
-    diffs = torch.tensor([r['val_accuracy'] - second[r['seed']] for r in first
+    diffs = torch.tensor([round(r['val_accuracy'] - second[r['seed']], 9) for r in first      # equal ones stay equal
                           if 'val_accuracy' in r and r['seed'] in second], dtype=torch.float64)
     if len(diffs) < 2:
         return None
@@ -423,16 +477,18 @@ def summary(results):
     A variant's name may start with its task (mnli_inter8); pairs are of one task.
     """
     lines, by_depth = [], []
+    forgets = ['half_life_median'] if any('half_life_median' in r for runs in results.values() for r in runs) else []
     for name, runs in results.items():
-        of = lambda key, digits=3: spread([r.get(key) for r in runs], digits)
+        sd_of = lambda key, digits: f' ± {runs[0][key + "_sd"]:.{digits}f}' if key + '_sd' in runs[0] else ''
+        of = lambda key, digits=3: spread([r.get(key) for r in runs], digits) + sd_of(key, digits)
         used = f'{runs[0]["params_used"]:,}' if 'params_used' in runs[0] else ''
         lines.append([name, len(runs), of('val_accuracy', 4), of('val_loss'), of('entropy', 4), of('fired', 4),
-                      of('alpha', 4), of('grad_norm', 2), used])
+                      of('alpha', 4), of('grad_norm', 2), *(of(key, 1) for key in forgets), used])
         depths = [r.get('accuracy_by_depth', {}) for r in runs]
         if len(depths[0]) > 1:
             by_depth.append([name, {depth: spread([d.get(depth) for d in depths]) for depth in depths[0]}])
     header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm',
-              'parameters used']
+              *(['half-life, tokens'] if forgets else []), 'parameters used']
     majority = [r['majority'] for runs in results.values() for r in runs if 'majority' in r]
     text = table(header, lines)
     if majority:
@@ -462,12 +518,13 @@ def summarize(path):
         if 'results' in stored:
             results = stored['results']
         else:
-            # the paper gives the other figures as means over seeds, entropy in nats
+            # the paper gives the other figures as means and sds over seeds, entropy in nats
             results = {name: [dict(seed=int(seed), val_accuracy=accuracy) for seed, accuracy in row['seeds'].items()]
                        for name, row in stored['runs'].items()}
             for name, row in stored['runs'].items():
                 uniform = math.log(3 * VARIANTS.get(name.split('_')[-1], {}).get('gates', 8))
-                results[name][0] |= {key: row[key] for key in ('val_loss', 'alpha', 'grad_norm') if key in row}
+                results[name][0] |= {key: row[key] for key in row if key.removesuffix('_sd') in (
+                    'val_loss', 'alpha', 'grad_norm')}
                 results[name][0] |= {'entropy': row['entropy'] / uniform} if 'entropy' in row else {}
         text, differences = summary(results)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -489,12 +546,17 @@ def run_variants(config, run, stop):
     """Trains the variants of a table with every seed; writes results/cls_TASK_NAME.json, .md and two figures."""
     asked = config['variants']
     names = TABLES.get(asked) or tuple(asked.split(','))
+    if config['out_dir'] or config['overwrite']:
+        fail(f'--variants={asked} names the folders of its runs itself and keeps those that are done: expected neither '
+             '--out_dir nor --overwrite')
     if config['variant'] != DEFAULTS['variant']:                # its row would reach into the others
         fail(f'--variant={config["variant"]} trains one model and --variants={asked} several: give one of the two')
     if unknown := [name for name in names if name not in VARIANTS]:
         fail(f'--variants={asked}: {unknown[0]!r} is none of {", ".join([*TABLES, *VARIANTS])}')
+    check(config)
     rows = {name: dict(variant=name) | VARIANTS[name] for name in names}
-    results = study(f'cls-{config["task"]}', rows, config, run, stop, train, with_routing)
+    own = asked if TABLE_ROWS.get(asked, {}).keys() - {'task'} else ''     # its runs are not those of other tables
+    results = study('-'.join(filter(None, ('cls', config['task'], own))), rows, config, run, stop, train, with_routing)
     name = f'cls_{config["task"]}_{asked.replace(",", "_")}'
     text, differences = summary(results)
     settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
@@ -556,6 +618,8 @@ def main():
         outcome = (run_variants if config['variants'] else train)(config, run, stop)
     except Diverged as error:
         fail(error, status=3)
+    except torch.cuda.OutOfMemoryError as error:
+        fail(f'out of memory: take a smaller micro_batch, eval_batch or max_tokens ({reason(error)})', status=1)
     conclude(outcome, __file__)
 
 

@@ -3,8 +3,8 @@
     python tests/bench.py --scan      the parallel scans against a loop over the tokens     results/bench_scan.json
     python tests/bench.py --lm        training steps of nc, without and with quantifiers, against gelu
     results/bench_lm.json
-    python tests/bench.py --cls       training steps of each variant of the classifier against baseline, at the shape of
-    the layers of Llama 3.1 8B and 3.2 1B                                              results/bench_cls.json
+    python tests/bench.py --cls       forward and backward of each variant of the classifier against baseline, at the
+    shape of the layers of Llama 3.1 8B and 3.2 1B                                     results/bench_cls.json
     python tests/bench.py --parity    64 models of the parity probe as one against one by one
     results/bench_parity.json
 
@@ -28,6 +28,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 import parity
 import train_cls
@@ -39,8 +41,8 @@ from train_lm import PRESETS, peak_flops
 DEFAULTS = dict(
     scan=False,           # the quantifiers' scans against a loop over the tokens
     lm=False,             # training steps of the language model
-    cls=False,            # training steps of the classifier
-    layers=2,             # of the classifier's backbone
+    cls=False,            # forward and backward of the classifier
+    layers=1,             # of the classifier's backbone
     parity=False,         # many small models as one
     repeats=0,            # rounds; 0: 15 for the scans, 20 for the tiny GPT, 5 for GPT-2 small, 15 for the classifier
                           # on CUDA and 3 elsewhere, 3 for parity
@@ -64,7 +66,7 @@ def rounds(functions, repeats, device):
     """dict of functions -> dict of their times, one a round. A first round, which compiles and warms up, is not
     counted."""
     times = {name: [] for name in functions}
-    for i in range(repeats + 1):
+    for i in tqdm(range(repeats + 1), unit='round', dynamic_ncols=True):
         for name, function in functions.items():
             took = seconds(function, device)
             if i:
@@ -238,49 +240,60 @@ BACKBONES = {'8B': dict(d=4096, d_ff=14336, n_head=32, n_kv_head=8),
 
 
 def classifier_steps(shape, layers, batch, T, dtype, device, vocab_size=1024):
-    """{variant: (a function that trains it for one step, its parameters)}, as train_cls.py does, with checkpointing.
+    """{variant: (a function that computes the gradients of a step, its parameters)}, as train_cls.py does, with
+    checkpointing.
 
-    All share one backbone, so that memory holds them together; each step updates it with its modules. The vocabulary is
-    small, because the embedding is no layer and the step of its optimizer would only make the ratios look better.
+    All share one backbone, so that memory holds them together. The vocabulary is small, because the embedding is no
+    layer. The optimizer is left out: its time goes with the parameters, and on one layer it would hide the rest.
     """
     torch.manual_seed(0)
     llama = Llama(vocab_size, n_layer=layers, head=False, **shape).to(device, dtype)
     settings = {key: train_cls.DEFAULTS[key] for key in (*train_cls.LOGIC_KEYS, 'checkpointing')}
     config, run = dict(train_cls.DEFAULTS, micro_batch=batch), SimpleNamespace(rank=0, world=1, device=device)
     examples = [dict(ids=torch.randint(vocab_size, (T,)).tolist(), label=i % 3) for i in range(batch)]
-    shared = torch.optim.AdamW(llama.parameters(), lr=config['lr'], weight_decay=config['weight_decay'])
 
     def stepper(model):
-        own = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith('llama.')],
-                                lr=config['lr'], weight_decay=config['weight_decay'])
-
         def step():
             train_cls.gradients(model, model, examples, 0, config, run)
-            for optimizer in (shared, own):
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
         return step, model.num_params()[1]
-    return {name: stepper(Classifier(llama, **settings | row)) for name, row in VARIANTS.items()}
+    # two are inter8 to the machine: one with another alpha and, in fp32, the one with fp32 modules
+    same = {'inter8_alpha01', 'inter8_fp32' if dtype == torch.float32 else ''}
+    return {name: stepper(Classifier(llama, **settings | row)) for name, row in VARIANTS.items() if name not in same}
+
+
+def flops(function):
+    """Operations of the matrix products in function."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 def bench_cls(device, repeats, layers):
-    """A step of each variant on the paper's batch, 30 x 250 tokens in bf16; on a CPU 1 x 64 in fp32. `memory_mb`: what
-    a step holds beyond weights and the optimizer's state, which are three times the weights; `all_memory_to_baseline`
-    counts these too. inter8_alpha01 and inter8_learned cost what inter8 does: how far they are from it is the error.
+    """Gradients of each variant on the paper's batch, 30 x 250 tokens in bf16; on a CPU 1 x 64 in fp32.
+
+    `flops_to_baseline` is what the matrix products alone should cost; one layer has a stream's first projection to
+    itself, the whole model shares it between its layers. inter8_learned costs what inter8 does: how far it is from it
+    is the error. `memory_mb`: what a step holds beyond weights and the optimizer's state, which are three times the
+    weights; `all_memory_to_baseline` counts these too.
     """
     on_gpu, rows = device.type == 'cuda', []
     (batch, T), dtype = ((30, 250), torch.bfloat16) if on_gpu else ((1, 64), torch.float32)
     for shape_name, shape in BACKBONES.items():
         steps = classifier_steps(shape, layers, batch, T, dtype, device)
+        operations, memory = {}, {}
+        for name, (step, _) in tqdm(steps.items(), unit='variant', dynamic_ncols=True):
+            operations[name], memory[name] = flops(step), peak_memory(step, device)
         times = rounds({name: step for name, (step, _) in steps.items()}, repeats or (15 if on_gpu else 3), device)
-        memory = {name: peak_memory(step, device) for name, (step, _) in steps.items()}
         whole = {name: memory[name] + 3 * dtype.itemsize * used for name, (_, used) in steps.items()}
         for name in steps:
             rows.append({'shape': shape_name, 'layers': layers, 'variant': name, 'batch': batch, 'tokens': T,
                          'step_ms': 1e3 * statistics.median(times[name]),
-                         'to_baseline': ratio(times[name], times['baseline']), 'memory_mb': memory[name] / 2 ** 20,
+                         'to_baseline': ratio(times[name], times['baseline']),
+                         'flops_to_baseline': operations[name] / operations['baseline'],
+                         'memory_mb': memory[name] / 2 ** 20,
                          'all_memory_to_baseline': whole[name] / whole['baseline']})
-    print(f'training steps with checkpointing: forward, backward, AdamW; {str(dtype).removeprefix("torch.")}')
+    print(f'forward and backward with checkpointing; {str(dtype).removeprefix("torch.")}')
     table(rows)
     return dict(steps=rows)
 

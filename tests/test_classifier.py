@@ -54,6 +54,8 @@ TABLE_2 = dict(                                                    # trainable, 
     inter8_alpha01=(7_579_068_163,) * 2,
     inter8_learned=(7_579_068_164,) * 2,
     scaled=(7_579_068_163,) * 2,
+    inter8_fp32=(7_579_068_163,) * 2,
+    quant=(7_579_068_163 + 32 * 24,) * 2,                          # a rate for each gate
 )
 
 
@@ -111,6 +113,7 @@ def test_a_variant_names_only_what_it_changes():
     (dict(control='same'), "unknown control 'same'"), (dict(residual='input'), "unknown residual 'input'"),
     (dict(logic_dtype='fp32'), "unknown logic_dtype 'fp32'"),
     (dict(gates=0), 'must be positive'), (dict(window=0), 'must be positive'), (dict(tau=0.0), 'must be positive'),
+    (dict(axis='quant', window=3), 'expected window=2, got 3'),
     (dict(n_head_logic=5), 'd_logic must be divisible by n_head_logic, got 12 and 5'),
 ))
 def test_what_cannot_be_built_is_refused(options, message):
@@ -289,7 +292,8 @@ def test_logic_dtype(name, checkpointing):
         assert logits.dtype == torch.float32 and all(dtype == expected for dtype in seen)
         assert bool(seen) == (name != 'baseline')
         for key, value in (*model.named_parameters(), *model.named_buffers()):
-            assert value.dtype == (torch.bfloat16 if key.startswith('llama') else expected), key
+            fixed = torch.bfloat16 if key.startswith('llama') else torch.float32 if key.endswith('.decay') else None
+            assert value.dtype == (fixed or expected), key
 
 
 @pytest.mark.parametrize('dtype, start, moves', ((torch.bfloat16, 0.1, False), (torch.bfloat16, 0.01, True),
@@ -305,6 +309,20 @@ def test_a_learned_alpha_is_frozen_at_a_tenth_in_bf16(dtype, start, moves):
         optimizer.step()
     change = before - fusion.alpha.item()
     assert change == pytest.approx(20 * 2e-4, rel=0.1) if moves else change == 0
+
+
+def test_a_rate_learns_in_bf16_too():
+    """In bf16 itself, spaced by 0.03 where it starts, a step of 2e-4 would round away; so it stays in fp32."""
+    model = tiny('quant', dtype=torch.bfloat16)
+    decay = model.stream.layers[0].decay
+    with torch.no_grad():
+        decay.fill_(math.log(99))
+    optimizer, before = torch.optim.AdamW([decay], lr=2e-4, weight_decay=0), decay.detach().clone()
+    assert torch.equal((before.bfloat16() - torch.tensor(2e-4).bfloat16()), before.bfloat16())
+    for _ in range(5):
+        F.cross_entropy(model(IDS, ALL)[0], LABELS).backward()
+        optimizer.step()
+    assert ((before - decay).abs() > 1e-4).all()
 
 
 def test_a_learned_alpha_is_a_parameter_and_a_fixed_one_is_saved_with_the_model():

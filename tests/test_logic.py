@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 import logic
 from logic import (LogicLayer, RMSNorm, and_not, causal_window, fuzzy_and, fuzzy_not, fuzzy_or, normalized_entropy,
-                   route, straight_through)
+                   quantify, route, straight_through)
 
 WIDTHS = (1, 2, 3, 5)
 
@@ -150,6 +150,17 @@ def literal_layer(layer, attended, state, mask):
         u[b, s] = [p * gate for p, gate in zip(scale, gates)]                                       # eq 9
         if layer.gate_mode == 'ste':
             u[b, s] = [float(value >= 0.5) for value in u[b, s]]                                    # eq 10
+
+    def before(b, s, j):
+        """What gate j reads of the real tokens before s, None where there are none: quantifiers, by their sums."""
+        rate = 1 / (1 + math.exp(-layer.decay[j].item()))
+        earlier = [(rate ** (s - 1 - r), u[b, r][j]) for r in range(s) if real[b][r]]
+        if not earlier:
+            return None
+        if j % G < (G + 1) // 2:
+            return max(weight * value for weight, value in earlier)
+        return sum(weight * value for weight, value in earlier) / sum(weight for weight, _ in earlier)
+
     for b, s in itertools.product(range(B), range(S)):
         if not real[b][s]:
             continue
@@ -157,6 +168,10 @@ def literal_layer(layer, attended, state, mask):
         for g in range(G):
 
             def window(family):                         # eqs 11, 12, oldest first; None for what is not there
+                if layer.axis == 'quant':
+                    yield before(b, s, family * G + g)
+                    yield u[b, s][family * G + g]
+                    return
                 for back in reversed(range(layer.window)):
                     at, gate = (s - back, g) if layer.axis == 'inter' else (s, g - back)
                     yield u[b, at][family * G + gate] if at >= 0 and gate >= 0 and real[b][at] else None
@@ -181,13 +196,13 @@ def literal_layer(layer, attended, state, mask):
 
 
 @every_padding
-@pytest.mark.parametrize('window', (1, 2, 3))
+@pytest.mark.parametrize('axis, window', [*itertools.product(('inter', 'intra'), (1, 2, 3)), ('quant', 2)])
 @pytest.mark.parametrize('gate_mode', ('soft', 'ste'))
-@pytest.mark.parametrize('axis', ('inter', 'intra'))
 def test_equations_6_to_17(axis, gate_mode, window, padding):
+    """With an odd number of gates, whose middle one is existential."""
     mask, attended, state = mask_of(padding), states(2, 6, 5), states(2, 6, 5, seed=1)
     for residual, route_scale in itertools.product(('state', 'attended'), (False, True)):
-        layer = lively(LogicLayer(5, 4, window, axis, 0.7, gate_mode, residual, route_scale))
+        layer = lively(LogicLayer(5, 5, window, axis, 0.7, gate_mode, residual, route_scale))
         new, stats = layer(attended, state, mask)
         expected, expected_stats = literal_layer(layer, attended, state, mask)
         for (b, s), row in expected.items():
@@ -216,6 +231,76 @@ def test_a_padded_predecessor_counts_as_before_the_start():
     padded = causal_window(v, 3, 'inter', 0.25, mask)
     assert torch.equal(padded[:, 2:], causal_window(v[:, 2:], 3, 'inter', 0.25))
 
+
+# ---- gates that read quantifiers
+
+def with_rate(layer, decay):
+    """The layer with one rate, sigmoid(decay), for all gates."""
+    with torch.no_grad():
+        layer.decay.fill_(decay)
+    return layer
+
+
+@every_padding
+@pytest.mark.parametrize('dtype', (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize('gate_mode', ('soft', 'ste'))
+def test_at_rate_0_a_quantifier_is_the_token_before(gate_mode, dtype, padding):
+    """Then quant is inter with a window of two, to the last digit, on all real tokens."""
+    mask, x, state = mask_of(padding), states(2, 6, 5).to(dtype), states(2, 6, 5, seed=1).to(dtype)
+    quant, inter = (lively(LogicLayer(5, 3, 2, axis, 0.7, gate_mode, route_scale=True).to(dtype))
+                    for axis in ('quant', 'inter'))
+    quant.load_state_dict(inter.state_dict(), strict=False)
+    at_0, expected = (layer(x, state, mask)[0][mask] for layer in (with_rate(quant, -200), inter))
+    assert torch.equal(at_0, expected) and at_0.dtype == dtype
+    assert not torch.equal(with_rate(quant, 1)(x, state, mask)[0][mask], expected)
+
+
+def test_at_rate_1_a_quantifier_is_the_running_maximum_or_the_running_mean():
+    """Of the real tokens: four gates, the first two of them existential, in each family."""
+    u, real = inside(1, 5, 12).float(), torch.tensor([[False, True, True, True, False]])
+    said = quantify(u, torch.full((12,), 200.), real)[0].unflatten(-1, (3, 4))
+    u = u[0].unflatten(-1, (3, 4))
+    for t in (1, 2, 3):
+        torch.testing.assert_close(said[t, :, :2], u[1:t + 1, :, :2].amax(0))
+        torch.testing.assert_close(said[t, :, 2:], u[1:t + 1, :, 2:].mean(0))
+
+
+def test_a_gate_starts_sticky_and_its_rate_learns():
+    """Every rate has a gradient, by finite differences, and a step of descent on it lowers the loss."""
+    layer, mask = LogicLayer(5, 3, axis='quant', route_scale=True).double(), mask_of('left')
+    assert layer.decay.sigmoid().tolist() == pytest.approx([0.99] * 9)
+    assert layer.half_life().tolist() == pytest.approx([math.log(0.5) / math.log(0.99)] * 9, rel=1e-5)
+    for key, p in lively(layer).named_parameters():
+        p.requires_grad_(key == 'decay')
+    x, state, target = (states(2, 6, 5, seed=seed, dtype=torch.float64) for seed in range(3))
+    loss_of = lambda: (layer(x, state, mask)[0] - target)[mask].square().mean()
+    gradient, = torch.autograd.grad(loss_of(), layer.decay)
+    for j in range(9):
+        with torch.no_grad():
+            layer.decay[j] += 0.01
+            above = loss_of()
+            layer.decay[j] -= 0.02
+            below = loss_of()
+            layer.decay[j] += 0.01
+        assert gradient[j].abs() > 1e-7 and gradient[j].item() == pytest.approx(((above - below) / 0.02).item(),
+                                                                               rel=0.05, abs=1e-6)
+
+
+def test_quantifiers_are_computed_in_fp32():
+    """Two hundred tokens of 1/512 after one of 1: in bf16 the sum would stay at 1."""
+    u = torch.cat([torch.ones(1, 1, 6), torch.full((1, 200, 6), 1 / 512)], dim=1).bfloat16()
+    said = quantify(u, torch.full((6,), 200.).bfloat16(), torch.ones(1, 201, dtype=torch.bool))[0, -1]
+    expected = torch.tensor([1, (1 + 200 / 512) / 201] * 3).bfloat16()
+    assert said.dtype == torch.bfloat16 and torch.equal(said, expected)
+
+
+@pytest.mark.parametrize('window', (1, 3))
+def test_a_quantifier_pairs_a_token_with_what_was_before(window):
+    with pytest.raises(ValueError, match=f'expected window=2, got {window}'):
+        LogicLayer(5, 3, window, 'quant')
+
+
+# ---- routing
 
 @pytest.mark.parametrize('route_scale', (False, True))
 @pytest.mark.parametrize('gate_mode', ('soft', 'ste'))
@@ -283,9 +368,9 @@ def test_statistics_are_returned_detached_and_nothing_is_kept():
     assert not any(value.requires_grad for value in stats.values()) and set(vars(layer)) == before
 
 
-@pytest.mark.parametrize('gates, params', ((8, 21_296), (16, 41_824)))
-def test_parameters_of_the_routed_layer(gates, params):
-    assert sum(p.numel() for p in LogicLayer(n_gates=gates).parameters()) == params
+@pytest.mark.parametrize('gates, axis, params', ((8, 'inter', 21_296), (16, 'inter', 41_824), (8, 'quant', 21_320)))
+def test_parameters_of_the_routed_layer(gates, axis, params):
+    assert sum(p.numel() for p in LogicLayer(n_gates=gates, axis=axis).parameters()) == params
 
 
 def test_rms_norm_computes_in_fp32_and_returns_the_dtype_it_was_given():

@@ -158,6 +158,17 @@ def test_a_table_has_its_task_even_with_a_preset(table, task):
     assert configure('--preset=tiny', f'--variants={table}', '--task=proofwriter')['task'] == 'proofwriter'
 
 
+def test_a_table_brings_what_it_compares():
+    """bf16 for precision, although tiny is in fp32, and shallow training for depth; what is given counts."""
+    precision, depth = (configure('--preset=tiny', f'--variants={table}') for table in ('precision', 'depth'))
+    assert (precision['dtype'], precision['logic_dtype'], precision['train_depth']) == ('bfloat16', 'same', -1)
+    assert configure('--preset=fair', '--variants=precision')['logic_dtype'] == 'same'
+    assert (depth['dtype'], depth['train_depth']) == ('float32', 1)
+    assert configure('--preset=tiny', '--variants=precision', '--dtype=float32')['dtype'] == 'float32'
+    assert configure('--variants=depth', '--train_depth=2')['train_depth'] == 2
+    assert set(VARIANTS) - set(train_cls.TABLES['all']) == {'inter8_fp32'}
+
+
 @pytest.mark.parametrize('name', VARIANTS)
 def test_a_variant_is_its_keys_given_one_by_one(name):
     named = configure(f'--variant={name}')
@@ -192,6 +203,7 @@ def test_every_variant_learns_a_handful_by_heart(train, name):
     assert list(losses) == list(range(1, 21)) and all(map(math.isfinite, losses.values()))
     assert losses[1] == pytest.approx(math.log(3), abs=0.6) and losses[20] < 0.4 * losses[1]
     branch = VARIANTS[name].get('branch', 'routed')
+    assert ('half_life_median' in done) == (name == 'quant')
     assert ('alpha' in done) == (branch != 'none') and ('entropy' in done) == ('fired' in done) == (branch == 'routed')
     assert done['variant'] == name and done['steps'] == 20
 
@@ -229,6 +241,21 @@ def test_rulebase_is_made_where_it_is_missing_and_then_kept(main, monkeypatch, t
     for _ in range(2):
         assert main(*SMALL, '--epochs=1')[0] == 0
     assert made == ['data'] and len(list(tmp_path.glob('out/cls/*/last.pt'))) == 2
+
+
+def test_rulebase_is_made_by_the_first_process_and_its_failure_ends_all(small, monkeypatch):
+    """runtime.main_first tells the others of it."""
+    def broken(where):
+        raise OSError(f'no room in {where}')
+    monkeypatch.setattr(prepare, 'make_rulebase', broken)
+    one_line(small('--data_dir=x'), 'no room in x')
+    told = []
+    monkeypatch.setattr(train_cls, 'main_first', lambda run, make: told.append(run.rank) or runtime.main_first(
+        run, make))
+    second = SimpleNamespace(**vars(ALONE) | dict(rank=1, main=False))
+    with pytest.raises(FileNotFoundError, match='no dataset in x'):
+        train_cls.open_data(configure(*SMALL, '--data_dir=x'), second)
+    assert told == [1]
 
 
 def test_every_so_many_steps_and_the_last_are_logged(train, whole):
@@ -284,14 +311,35 @@ def test_a_step_clips_its_gradient_and_logs_the_norm_before(train):
 # ---- the optimizer
 
 @pytest.mark.parametrize('name', VARIANTS)
-def test_every_parameter_is_in_the_optimizer_once_and_alpha_by_itself(data, name):
+def test_every_parameter_is_in_the_optimizer_once_and_alpha_and_rates_by_themselves(data, name):
     config, _, _, model = setup(data, f'--variant={name}', '--alpha_lr=0.7', '--weight_decay=0.3', '--beta2=0.9')
     rest, alpha = train_cls.optimizer_of(model, config).param_groups
     assert Counter(map(id, rest['params'] + alpha['params'])) == Counter(map(id, model.parameters()))
-    assert [p.shape for p in alpha['params']] == [(1,)] * (name == 'inter8_learned')
-    assert all(p is model.fusion.alpha for p in alpha['params'])
+    own = dict(inter8_learned=[getattr(model.fusion, 'alpha', None)],
+               quant=[getattr(layer, 'decay', None) for layer in model.stream.layers] if model.stream else [])
+    assert list(map(id, alpha['params'])) == list(map(id, own.get(name, [])))
     assert (rest['rate'], rest['weight_decay'], alpha['rate'], alpha['weight_decay']) == (0.003, 0.3, 0.7, 0)
     assert rest['betas'] == alpha['betas'] == (0.9, 0.9)
+
+
+def test_the_median_half_life_of_the_rates_is_in_the_result(train):
+    """69 tokens at the start, and less or more at a rate of their own."""
+    words = ['--variant=quant', '--lr=0', '--epochs=1']
+    rest, moved = train(*words, '--alpha_lr=0', '--out_dir=x'), train(*words, '--alpha_lr=0.5', '--out_dir=y')
+    half_life = lambda folder: torch.cat([math.log(0.5) / F.logsigmoid(saved(folder)['model'][key].double())
+                                          for key in ('stream.layers.0.decay', 'stream.layers.1.decay')])
+    assert rest['half_life_median'] == pytest.approx(68.97, abs=0.01)
+    assert (half_life('x') - 68.97).abs().max() < 0.01 < (half_life('y') - 68.97).abs().min()
+    assert moved['half_life_median'] == pytest.approx(half_life('y').median().item())
+    assert moved['half_life_median'] == records('y', 'half_life_median')[4]
+
+
+def test_rates_move_however_small_their_gradients_are(train):
+    """A first step of AdamW is the learning rate, also of gradients far below the 1e-8 that it usually adds."""
+    train('--variant=quant', '--alpha=1e-3', '--lr=0', '--alpha_lr=0.25', '--warmup=0', '--n_train=8', '--epochs=1',
+          '--out_dir=x')
+    moved = torch.cat([saved('x')['model'][f'stream.layers.{t}.decay'] for t in (0, 1)]) - math.log(99)
+    assert moved.abs().median() == pytest.approx(0.25, rel=0.05)
 
 
 def test_alpha_moves_at_its_own_rate_which_climbs_in_the_warmup(train):
@@ -375,6 +423,47 @@ def test_the_mixture_takes_half_of_the_examples_from_each(data):
     alone = configure(*SMALL, f'--data_dir={data}', '--task=mnli', '--n_train=5')
     assert [e['label'] for e in train_cls.open_data(alone, ALONE)[0]['train']] == [
         e['label'] for e in examples['train'][1::2]]
+
+
+def example(context, depth, label=0):
+    return dict(context=context, question='q', depth=depth, label=2 if depth is None else label)
+
+
+def test_shallow_theories_train_and_deeper_proofs_validate():
+    """A theory counts by its deepest question; what is Unknown validates nothing."""
+    rows = [example('A.', 0), example('A.', 1), example('B.', 1), example('B.', 2), example('B.', None),
+            example('C.', None), example('A.', None), example('D.', 0)]
+    config = dict(task='proofwriter', train_depth=1)
+    kept = train_cls.shallow_or_deep(rows, 'train', config)
+    assert kept == [rows[i] for i in (0, 1, 6, 7)], 'C has no question of known depth, B one of depth 2'
+    assert train_cls.shallow_or_deep(rows, 'validation', config) == [rows[3]]
+    assert train_cls.shallow_or_deep(rows, 'train', config | dict(train_depth=0)) == [rows[7]]
+    for split in ('train', 'validation'):
+        assert train_cls.shallow_or_deep(rows, split, config | dict(train_depth=-1)) == rows
+
+
+def test_a_theory_of_rulebase_is_no_deeper_than_it_has_rules(data):
+    """So its Unknown questions, which have no depth, stay where no proof could be deep; no proof in the data is deeper
+    than that."""
+    rule = 'If something is big then it is kind.'
+    rows = [example(f'Anne is big. {rule}', None), example(f'Bob is big. {rule} {rule}', None),
+            example('Bob is big.', 0)]
+    assert train_cls.shallow_or_deep(rows, 'train', dict(task='rulebase', train_depth=1)) == [rows[0], rows[2]]
+    for row in prepare.load_examples(data, 'rulebase')[0]['train']:
+        assert row['context'].count('If ') >= (row['depth'] or 0)
+
+
+def test_a_run_on_shallow_theories_is_measured_on_deeper_proofs(train, data):
+    done = train('--train_depth=1', '--n_train=0', '--n_val=0', '--epochs=1', '--out_dir=x')
+    examples = prepare.load_examples(data, 'rulebase')[0]
+    held = [row for row in examples['validation'] if row['depth'] in (2, 3)]
+    assert done['accuracy_by_depth'].keys() == {'depth 2', 'depth 3'}
+    labels = Counter(row['label'] for row in held)
+    assert done['majority'] == max(labels.values()) / len(held) and set(labels) == {0, 1}
+    config = json.loads(Path('x/config.json').read_text())
+    shown = train_cls.open_data(config, ALONE)[0]['train']
+    assert {e['depth'] for e in shown} == {0, 1, None} and len(shown) < len(examples['train'])
+    assert done['steps'] == -(-len(shown) // 8)
 
 
 # ---- a backbone of its own
@@ -510,6 +599,7 @@ SHARED = {                                                  # the last batch has
     'baseline': ['--variant=baseline', '--n_train=27', '--micro_batch=1', '--eval_batch=100', '--epochs=2'],
     'nogate': ['--variant=nogate', '--n_train=17', '--micro_batch=3', '--epochs=2'],
     'inter8_noxattn': ['--variant=inter8_noxattn', '--n_train=17', '--checkpointing', '--eval_batch=100', '--epochs=2'],
+    'quant': ['--variant=quant', '--n_train=17', '--epochs=2', '--alpha_lr=0.1'],
     'intra8': ['--task=multi', '--variant=intra8', '--n_train=18', '--epochs=2'],
 }
 
@@ -526,7 +616,7 @@ def test_two_processes_take_the_steps_of_one(train, data, whole):
         if words:
             other = f'{name} alone'
             train(*words, '--micro_batch=8', '--eval_batch=7', f'--out_dir={other}')
-        for key in ('loss', 'grad_norm', 'val_loss', 'val_accuracy', 'entropy', 'fired', 'alpha'):
+        for key in ('loss', 'grad_norm', 'val_loss', 'val_accuracy', 'entropy', 'fired', 'alpha', 'half_life_median'):
             assert records(name, key) == pytest.approx(records(other, key), abs=1e-4), (name, key)
         for key in ('accuracy_by_depth', 'accuracy_by_task', 'routing'):
             ours, theirs = records(name, key), records(other, key)
@@ -600,7 +690,7 @@ def test_kill_9_costs_the_steps_since_the_last_save(train, data, whole, when):
     """Between two saves, and in the middle of one, which leaves half a file under another name."""
     assert drive([[*SMALL, f'--data_dir={data}', '--out_dir=x']], when=when, name='SIGKILL').returncode == -9
     assert saved('x')['step'] == 4 and len(records('x')) > 6
-    assert Path('x/last.pt.tmp').exists() == (when == 'save')
+    assert len(list(Path('x').glob('last.pt.*.tmp'))) == (when == 'save')
     assert_same_run('x', whole, train('--resume', '--out_dir=x'))
 
 
@@ -666,6 +756,14 @@ def test_weights_that_are_not_finite_are_never_saved(train, monkeypatch):
     assert_finite('x')
 
 
+def test_a_step_that_does_not_fit_the_gpu_ends_in_one_line(small, monkeypatch):
+    def full(*args):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB.')
+    monkeypatch.setattr(train_cls, 'gradients', full)
+    status, _, err = small('--out_dir=x')
+    assert status == 1 and 'smaller micro_batch' in err.splitlines()[-1] and 'Traceback' not in err
+
+
 # ---- mistakes
 
 def one_line(done, *parts):
@@ -688,6 +786,17 @@ def one_line(done, *parts):
     (['--seed=-1'], ['seed=-1', 'negative']),
     (['--seed=99999999999'], ['eed']),
     (['--beta2=1'], ['beta2=1', 'below 1']),
+    *(([f'--{key}=1e308'], [f'{key}=1e+308', 'at most 1e30'])
+      for key in ('lr', 'alpha_lr', 'weight_decay', 'alpha', 'tau')),
+    (['--alpha=-1e308'], ['alpha=-1e+308']),
+    (['--d_logic=4000000000000'], ['does not fit', 'smaller']),
+    (['--n_embd=4000000000000'], ['does not fit', 'smaller']),
+    (['--n_embd=4000000000000000000'], ['does not fit', 'smaller']),
+    (['--axis=quant', '--window=3'], ['window=2', '3']),
+    (['--train_depth=-2'], ['train_depth=-2', '-1 for all']),
+    (['--train_depth=3'], ['train_depth=3', 'no validation examples', 'rulebase']),
+    (['--train_depth=0', '--task=mnli'], ['train_depth=0', 'mnli has no train examples', 'proofwriter']),
+    (['--train_depth=0', '--task=multi'], ['train_depth=0', 'multi has no train examples']),
     (['--batch_size=0'], ['batch_size=0', 'at least 1']),
     (['--micro_batch=0'], ['micro_batch=0', 'at least 1']),
     (['--n_layer=0'], ['n_layer=0', 'at least 1']),
@@ -707,6 +816,8 @@ def one_line(done, *parts):
     (['--variants=table1'], ['--variant=inter8_learned', '--variants=table1', 'one of the two']),
     (['--variants=table1', '--variant=inter8', '--seeds=1,x'], ['seeds=1,x']),
     (['--variants=table1', '--variant=inter8', '--lr=-1'], ['lr=-1']),
+    (['--variants=table1', '--variant=inter8', '--out_dir=x'], ['--variants=table1', '--out_dir']),
+    (['--variants=table1', '--variant=inter8', '--overwrite'], ['--variants=table1', '--overwrite']),
     (['--summarize=nowhere.json'], ['nowhere.json', 'paper_b_runs.json']),
     (['--count_params', '--n_head=0'], ['n_head=0', 'at least 1']),
     (['--count_params', '--n_head=3'], ['32', '3 heads']),
@@ -755,6 +866,7 @@ def test_a_folder_that_holds_another_run_stays_as_it_is(small, train):
     (['--variant=intra8'], ['axis=inter', 'intra']), (['--alpha=0.5'], ['alpha=0.01', '0.5']),
     (['--tau=2'], ['tau=1.0', '2.0']), (['--route_scale'], ['route_scale']), (['--n_embd=16'], ['another model']),
     (['--batch_size=4'], ['batch_size=8', '4']), (['--n_train=20'], ['n_train=28', '20']),
+    (['--train_depth=1'], ['train_depth=-1', 'not 1']),
 ])
 def test_a_run_is_not_resumed_as_another_function(small, train, words, parts):
     """Weights of one variant may fit another; the run, its settings and its checkpoint stay as they are."""
@@ -794,6 +906,18 @@ def test_count_params_prints_table_2_to_the_unit(main, tmp_path):
         inter8_noxattn=(7_507_724_035, 7_507_724_035), matched=(7_507_723_779, 7_507_723_779),
         nogate_xattn=(7_582_192_483, 7_582_192_483), inter8_learned=(7_579_068_164, 7_579_068_164))
     assert '| nogate | 7,582,192,483 | 7,510,848,355 | 5,911,392 |' in out.splitlines()
+    assert 'with a vocabulary of 128,256' in out.splitlines()
+
+
+def test_count_params_counts_the_keys_given_beside_the_variants(main):
+    """Four gates: the router and the gate lose 12 rows of L and a bias, the update 16 columns, in each of 32 layers."""
+    counted = lambda *words: json.loads(main('--count_params', *words)[1].splitlines()[-1])
+    plain, given = counted(), counted('--gates=4')
+    assert given.pop('as given')['used'] == plain['inter8']['used'] - 32 * (2 * 12 * 257 + 16 * 256)
+    assert given == plain and 'as given' not in counted('--variant=nogate')
+    quant = counted('--variant=quant')
+    assert quant.pop('quant')['used'] == plain['inter8']['used'] + 32 * 24 and quant == plain
+    assert counted('--d_logic=128')['inter8'] == counted('--d_logic=128', '--tau=2')['as given'] != plain['inter8']
 
 
 # ---- the verdicts
@@ -816,7 +940,8 @@ def test_paired_differences_by_hand():
 
 
 @pytest.mark.parametrize('diffs, t, supported', [
-    ((0.25, 0.25), math.inf, True), ((-0.25, -0.25), -math.inf, False), ((0, 0), 0, False),
+    ((0.25, 0.25), math.inf, True), ((0.1 + 0.2, 0.3), math.inf, True), ((-0.25, -0.25), -math.inf, False),
+    ((0, 0), 0, False),
     ((0.076, 0.025), None, False), ((0.074, 0.025), None, True), ((-0.074, -0.025), None, False)])
 def test_supported_is_positive_and_more_than_two_standard_errors(diffs, t, supported):
     """se is half of the gap between two: 0.0255 and 0.0245 against half of 0.0505 and 0.0495."""
@@ -870,9 +995,11 @@ def test_the_paper_s_tables_come_out_of_its_runs(paper):
         seeds, accuracies, losses, entropies, _, alpha, norms, _ = lines[name]
         assert seeds == '3' and [float(cell) for cell in accuracies.split(' ± ')] == pytest.approx(
             [accuracy, sd], abs=5.5e-4), name
-        assert losses == ('' if loss is None else f'{loss:.3f}') and norms == ('' if norm is None else f'{norm:.2f}')
+        loss_sd = json.loads(PAPER.read_text())['runs'][name].get('val_loss_sd')
+        assert losses == ('' if loss is None else f'{loss:.3f} ± {loss_sd:.3f}')
+        assert norms == ('' if norm is None else f'{norm:.2f}')
         assert entropies == '' if entropy is None else float(entropies) == pytest.approx(entropy, abs=5.5e-4), name
-        assert alpha == ('0.0077' if name == 'inter8_learned' else '')
+        assert alpha == ('0.0077 ± 0.0014' if name == 'inter8_learned' else '')
 
 
 def test_the_paper_s_paired_differences_and_verdicts_come_out_of_its_runs(paper):
@@ -912,7 +1039,7 @@ def test_a_table_trains_each_variant_with_each_seed_once_and_says_what_came_of_i
         return gradients(net, model, batch, *more)
     monkeypatch.setattr(train_cls, 'gradients', watched)
     status, out, err = small(*words)
-    assert status == 128 + signal.SIGTERM and 'inter8, seed 1' in err and not Path('results').exists()
+    assert status == 128 + signal.SIGTERM and 'inter8, seed 1' in err and not list(Path('results').iterdir())
     status, out, err = small(*words)
     assert status == 0, err
     assert trained == 4 * [8, 8, 8, 4], 'no step is taken twice'
@@ -957,6 +1084,24 @@ def test_tables_share_the_runs_of_a_task(small, monkeypatch):
     assert small(*words, '--variants=two')[0] == 0
     assert sorted(path.name for path in Path('results').iterdir()) == [
         f'cls_rulebase_{name}' for name in ('one.json', 'one.md', 'one.png', 'two.json', 'two.md', 'two.png')]
+
+
+def test_a_table_with_a_setting_of_its_own_shares_no_runs(small, monkeypatch):
+    """Those of `depth` train on other data; their table has the rates' half-lives."""
+    monkeypatch.setitem(train_cls.TABLES, 'depth', ('inter8', 'quant'))
+    words = ['--variant=inter8', '--seeds=1,2', '--epochs=1', '--n_train=8']
+    assert small(*words, '--variants=inter8')[0] == 0
+    status, out, err = small(*words, '--variants=depth')
+    assert status == 0, err
+    assert sorted(path.name for path in Path('out').iterdir()) == ['cls-rulebase', 'cls-rulebase-depth']
+    assert json.loads(Path('out/cls-rulebase-depth/quant-seed2/config.json').read_text())['train_depth'] == 1
+    results = json.loads(Path('results/cls_rulebase_depth.json').read_text())['results']
+    assert all(row['accuracy_by_depth'].keys() == {'depth 2', 'depth 3'} for rows in results.values() for row in rows)
+    header, _, inter8, quant = ([cell.strip() for cell in line.split('|')] for line in out.split('\n| ')[1:5])
+    median = np.mean([row['half_life_median'] for row in results['quant']])
+    assert header[8] == 'half-life, tokens' and inter8[8] == '' and quant[8].startswith(f'{median:.1f} ± ')
+    assert 'half-life' not in Path('results/cls_rulebase_inter8.md').read_text()
+    assert '| quant - inter8 |' in out
 
 
 def test_a_table_goes_on_past_a_run_that_diverges(small):
