@@ -570,9 +570,12 @@ def study(c, device):
             model, config, meta = load(name, seed)
             model = changed(model, config, STUDY[name][1], seed)
             units, groups = licensing_test(model, tokenizer_of(meta), device, c.seed, desc='')
-            layers = layer_records(model, trace(model, text_of(c, config, device)[0]))
+            ids_BT, targets_BT = text_of(c, config, device)
+            seen = trace(model, ids_BT)
             kept[name, seed] = dict(model=name, seed=seed, weights=weights[name, seed], units=units, groups=groups,
-                                    layers=layers)
+                                    layers=layer_records(model, seen))
+            if not STUDY[name][1]:                              # as it was trained
+                kept[name, seed]['redundancy'] = redundancy(model, seen, targets_BT, c.seed)
             write_json(path, dict(settings=settings, records=list(kept.values())), indent=None)
     records = [kept[name, seed] for name in STUDY for seed in seeds]
     write_json(Path('results', 'detectors.json'), dict(**settings, records=records), indent=None)
@@ -584,7 +587,7 @@ def study(c, device):
 def study_tables(records):
     """(Markdown, {model and kind of unit: {family: detectors of each seed}})."""
     families = [family.__name__ for family in prepare.LICENSED]
-    values, unit_lines, group_lines, layer_lines = {}, [], [], []
+    values, unit_lines, group_lines, layer_lines, removal_lines = {}, [], [], [], []
     for name in dict.fromkeys(record['model'] for record in records):
         runs = [record for record in records if record['model'] == name]
         for kind, size in {group['kind']: group['of'] for group in runs[0]['groups']}.items():
@@ -608,12 +611,19 @@ def study_tables(records):
                                                for key in ('two_operand_share', 'saturation')),
                                 *(spread([ratio.get(part) for ratio in ratios], 1)
                                   for part in ('all', 'gelu', 'operand', 'quantifier'))])
+        costs = {}                                              # (layer, part) -> [cost of each seed] by number removed
+        for record in itertools.chain.from_iterable(run.get('redundancy', []) for run in runs):
+            at = costs.setdefault((record['layer'], record['part']), {})
+            at.setdefault(record['removed'], []).append(record['cost'])
+        removal_lines += [[name, *key, *(spread(at[n], 4) for n in sorted(at)), max(at)] for key, at in costs.items()]
     return '\n'.join([
         table(['model', 'units', 'of', 'pass AUC and lens', *families, 'detectors a 1,000'], unit_lines),
         table(['model', 'units', 'family', 'removed together', 'cost, nats', 'without licensor', 'of random ones'],
               group_lines),
         table(['model', 'layer', 'two-operand share', 'saturation', 'participation ratio', 'of gelu', 'of operand',
-               'of quantifier'], layer_lines)]), values
+               'of quantifier'], layer_lines),
+        table(['model', 'layer', 'part', 'one unit removed: cost, nats a token', 'ten', 'so many', 'namely'],
+              removal_lines)]), values
 
 
 # ---- the page

@@ -475,7 +475,14 @@ def test_the_study_counts_by_model_kind_and_family(studied, here, command):
     assert values['nc+quant, untrained: quantifier']['comparative'] == '0' and 'gelu: quantifier' not in values
     kept = json.loads((here / 'results' / 'detectors.json').read_text())
     assert [record['model'] for record in kept['records']] == list(interpret.STUDY) and kept['test']['places'] == 20
-    assert (here / 'results' / 'detectors.md').read_text().count('| model |') == 3
+    text = (here / 'results' / 'detectors.md').read_text()
+    assert text.count('| model |') == 4
+    for record in kept['records']:                              # only models as they were trained
+        assert ('redundancy' in record) == (interpret.STUDY[record['model']][1] == '')
+        for layer, part in {(one['layer'], one['part']) for one in record.get('redundancy', [])}:
+            costs = [one for one in record['redundancy'] if (one['layer'], one['part']) == (layer, part)]
+            cells = [*(f'{one["cost"]:.4f}' for one in costs), str(costs[-1]['removed'])]
+            assert f'| {record["model"]} | {layer} | {part} | {" | ".join(cells)} |' in text
     assert f'{len(interpret.STUDY)}/{len(interpret.STUDY)}' in err                  # the bar
 
 
