@@ -20,7 +20,6 @@ task keeps its place until it is measured again. The last line: ppl, lambada_acc
 """
 
 import difflib
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +32,9 @@ from tqdm import tqdm
 
 import prepare
 from model import GPT, MODEL_KEYS
-from runtime import (all_sum, configure, fail, latest, launch, load_checkpoint, load_weights, result, seeds_of, spread,
-                     student_t, table, write_json, write_text)
+from runtime import (all_sum, check_numbers, check_results, configure, fail, interruptible, latest, launch,
+                     load_checkpoint, load_weights, read_json, result, seeds_of, spread, student_t, table, write_json,
+                     write_text)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -75,10 +75,13 @@ def load_model(where, device, data_dir=''):
     saved = load_checkpoint(path)
     try:
         config = {**saved['config'], 'ckpt': str(path), 'step': saved['step']}
-        config['data_dir'] = data_dir or config['data_dir']
-        name = config['dataset']
+        if 'variant' in config:
+            fail(f'{path} is of a run of train_cls.py: expected one of train_lm.py')
+        config['data_dir'], name = str(data_dir or config['data_dir']), str(config['dataset'])
+        if not all(type(config[key]) is int for key in ('block_size', 'n_layer', 'n_head', 'n_embd')):
+            raise TypeError
         model = GPT(saved['vocab_size'], **{key: config[key] for key in MODEL_KEYS})
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:      # of as many kinds as a setting can be wrong in
         fail(f'{path} is no checkpoint of train_lm.py, or is damaged ({type(error).__name__})')
     load_weights(model, saved['model'], path)
     try:
@@ -266,16 +269,24 @@ def summary(values_N, ties, vs_N=None, vs_ties=0):
     return record
 
 
+def unit(task, row):
+    """What a measurement has a value of each of."""
+    if task in ('ppl', 'lambada'):
+        return dict(ppl='windows', lambada='passages')[task]
+    return 'families' if row.startswith(('overall', 'phenomenon ')) else 'pairs'
+
+
 def aligned(task, records):
     """The records {row: summary} as lines of text."""
     number = lambda x: '' if math.isnan(x) else f'{x:.4f}' if abs(x) < 1e5 else f'{x:.4g}'
     width = max(map(len, [task, *records])) + 2
-    keys = ['n', 'value', 'se', *['ties'] * any(record['ties'] for record in records.values()),
+    keys = ['value', 'se', *['ties'] * any(record['ties'] for record in records.values()),
             *['vs', 'difference', 'low', 'high'] * ('vs' in records[next(iter(records))])]
-    lines = [f'{task:<{width}}' + ''.join(f'{key:>12}' for key in keys)]
+    lines = [f'{task:<{width}}' + f'{"n":>16}' + ''.join(f'{key:>12}' for key in keys)]
     for row, record in records.items():
-        cells = (str(record[key]) if key in ('n', 'ties') else number(record[key]) for key in keys)
-        lines.append(f'{row:<{width}}' + ''.join(f'{cell:>12}' for cell in cells))
+        cells = (str(record[key]) if key == 'ties' else number(record[key]) for key in keys)
+        lines.append(f'{row:<{width}}' + f'{record["n"]} {unit(task, row)}'.rjust(16)
+                     + ''.join(f'{cell:>12}' for cell in cells))
     return '\n'.join(lines)
 
 
@@ -342,9 +353,9 @@ def check(c, run):
     """Ends in one line where the settings do not fit."""
     if run.world > 1:
         fail('evaluate.py is one process: run it without torchrun')
-    for key, least in dict(batch_size=1, tokens=1, stride=0, temperature=0, top_k=0, seed=0).items():
-        if getattr(c, key) < least:
-            fail(f'{key}={getattr(c, key)}: expected at least {least}')
+    check_numbers(vars(c), positive=('batch_size', 'tokens'), not_negative=('stride', 'temperature', 'top_k'))
+    if 0 < c.temperature < 1e-6:
+        fail(f'temperature={c.temperature}: expected 0, for the likeliest token, or at least 1e-06')
     if c.generate and (c.vs or c.tasks or c.study):
         fail('--generate samples from one model and measures nothing: leave out --vs, --tasks and --study')
     if c.study and (c.vs or c.ckpt != DEFAULTS['ckpt']):
@@ -367,16 +378,13 @@ def report(c, models, tokenizers, device):
     check_models(c, configs, tasks)
     path = Path(configs[0]['ckpt']).with_name('eval.json')
     items = {task: items_of(task, configs[0], c) for task in tasks}
-    try:
-        written = dict(json.loads(path.read_text())) if path.exists() else {}
-    except (ValueError, TypeError, OSError):
-        fail(f'{path} is damaged: move it away, it is written anew')
+    written = read_json(path, 'move it away, it is written anew') if path.exists() else {}
     which = {key: dict(ckpt=config['ckpt'], step=config['step']) for key, config in zip(('model', 'vs'), configs)}
     headlines = {}
     for task in tasks:
         rows, *vs = [measure(task, items[task], model, tokenizer, device, c)
                      for (model, _, _), tokenizer in zip(models, tokenizers)]
-        records = {row: summary(*rows[row], *(vs[0][row] if vs else ())) for row in rows}
+        records = {row: summary(*rows[row], *(vs[0][row] if vs else ())) | dict(unit=unit(task, row)) for row in rows}
         print('\n' + aligned(task, records), flush=True)
         settings = {key: getattr(c, key) for key in {'ppl': ['stride'], 'licensing': []}.get(task, [task])}
         written[f'{task} vs {c.vs}' if c.vs else task] = {**which, **settings, 'rows': records}
@@ -399,6 +407,7 @@ def study(c, device):
     if 'gelu' not in present or len(present) < 2:
         fail(f'{c.study} holds no study: expected the runs of `train_lm.py --compare=gelu,nc` with seeds {c.seeds}, in '
              f'folders such as gelu-seed{seeds[0]}')
+    check_results()
     values, items, tasks = {}, {}, ()                           # (task, measurement) -> row -> [values of each seed]
     for row, seed in [(row, seed) for row in present for seed in seeds]:
         model, config, meta = load_model(Path(c.study, f'{row}-seed{seed}'), device, c.data_dir)
@@ -417,9 +426,9 @@ def study(c, device):
         pairs = {f'{row} - {before}': summary(mean[row], 0, mean[before]) for before, row in zip(present, present[1:])}
         pairs = {pair: {part: record[part] for part in ('difference', 'low', 'high')} for pair, record in pairs.items()}
         by_seed = {row: [seed_N.mean() for seed_N in rows[row]] for row in present}
-        records[f'{task} {key}'] = dict(n=len(mean['gelu']), by_seed=by_seed, differences=pairs)
+        records[f'{task} {key}'] = dict(n=len(mean['gelu']), unit=unit(task, key), by_seed=by_seed, differences=pairs)
         digits = 1 if 'perplexity' in key else 3
-        lines.append([f'{task}, {key.removeprefix("phenomenon ")}', len(mean['gelu']),
+        lines.append([f'{task}, {key.removeprefix("phenomenon ")}', f'{len(mean["gelu"])} {unit(task, key)}',
                       *(spread(by_seed[row], digits) for row in present),
                       *(f'{d["difference"]:+.{digits}f} [{d["low"]:+.{digits}f}, {d["high"]:+.{digits}f}]'
                         for d in pairs.values())])
@@ -433,11 +442,11 @@ def main():
     c = SimpleNamespace(**configure(__file__, DEFAULTS))
     run = launch(c.device)
     check(c, run)
-    if c.study:
-        return result(**study(c, run.device))
-    models = [load_model(where, run.device, c.data_dir) for where in (c.ckpt, c.vs) if where]
-    tokenizers = [tokenizer_of(meta) for _, _, meta in models]
-    try:
+    with interruptible('nothing is kept' if c.generate or c.study else 'what was measured before is in eval.json'):
+        if c.study:
+            return result(**study(c, run.device))
+        models = [load_model(where, run.device, c.data_dir) for where in [c.ckpt] + [c.vs] * bool(c.vs)]
+        tokenizers = [tokenizer_of(meta) for _, _, meta in models]
         if c.generate:
             text = generate(models[0][0], tokenizers[0], c.generate, run.device, c.tokens, c.temperature, c.top_k,
                             c.seed)
@@ -445,8 +454,6 @@ def main():
             values = dict(text=text)
         else:
             values = report(c, models, tokenizers, run.device)
-    except KeyboardInterrupt:
-        fail('interrupted: what was measured before is in eval.json', status=130)
     result(**values)
 
 

@@ -1,11 +1,11 @@
-"""Makes the token files that train_lm.py reads, each dataset in a folder of its own.
+"""Makes the datasets of train_lm.py and train_cls.py, each in a folder of its own.
 
     python prepare.py licensing                                # generated, offline, a second
     python prepare.py text --input=books/ --name=books         # any plain text; --tokenizer=bytes needs no vocabulary
-    python prepare.py openwebtext                              # the hub: 40 GB of text, 9 billion tokens
+    python prepare.py openwebtext                              # from the hub: 40 GB of text, 9 billion tokens
     python prepare.py openwebtext --input=owt/                 # the same from local .parquet, .jsonl or .txt files
     python prepare.py rulebase                                 # generated, offline: theories, questions, three labels
-    python prepare.py proofwriter                              # the hub; so does mnli
+    python prepare.py proofwriter                              # from the hub, as is mnli
     python prepare.py proofwriter --input=FOLDER               # local .jsonl, .json or .parquet, one of a split
     python prepare.py mnli --input=FILE                        # one file: the seed parts its premises
 
@@ -56,8 +56,7 @@ DEFAULTS = dict(
     val_frac=0.0,                           # share that validates; 0 is 0.05 (text), 0.0005 (openwebtext), 0.1 (others)
     tokenizer='gpt2',                       # gpt2 | bytes
     num_threads=0,                          # threads that tokenise; 0 takes every core
-    # openwebtext: its main branch went from a script, which datasets 4 no longer runs, to parquet files
-    # (huggingface.co/datasets/Skylion007/openwebtext/discussions/18)
+    # openwebtext
     repository='Skylion007/openwebtext',    # dataset on the hub with a column `text`
     revision='main',                        # branch, tag or commit of it
     # licensing
@@ -144,6 +143,8 @@ def llama_tokenizer(folder):
         bpe = tiktoken.Encoding(file.name, pat_str=pattern, special_tokens={},
                                 mergeable_ranks={piece: rank for rank, piece in enumerate(ranked)})
         begin, eot, pad = special_ids(folder / 'tokenizer_config.json', special)
+        if strange := [i for i in (*ranked.values(), *special.values()) if type(i) is not int or i < 0]:
+            raise ValueError(f'an id is {strange[0]!r}, expected whole numbers from 0 on: download it again')
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{file} is damaged ({type(error).__name__}: {error}): download it again') from None
     except (ValueError, OSError) as error:
@@ -254,12 +255,17 @@ def pack_tokens(ids, vocab_size):
     return ids.astype(token_dtype(vocab_size))
 
 
+FILES = ('train.bin', 'val.bin', 'pairs.jsonl', 'train.jsonl', 'validation.jsonl', 'meta.json')      # of any dataset
+
+
 @contextlib.contextmanager
 def staged(data_dir, name):
     """Yields an empty folder to write in; its files move to data_dir/name if the block ends well, meta.json last."""
     folder, staging = pathlib.Path(data_dir, name), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if strange := [file for file in FILES if (folder / file).is_dir()]:
+            raise OSError(f'{strange[0]} is a folder')
         staging = pathlib.Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
         yield staging
         for old in ('meta.json', 'pairs.jsonl'):            # until its meta.json is back the folder counts as unmade
@@ -283,6 +289,18 @@ def write_meta(staging, name, tokenizer, counts, source, **more):
     return meta
 
 
+def read_meta(folder):
+    """A dataset's meta.json. Its callers say of its KeyError, TypeError or ValueError that the dataset is damaged."""
+    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+    if meta['tokenizer'] not in ('gpt2', 'bytes', 'words'):
+        raise ValueError(f'meta.json: no tokenizer {meta["tokenizer"]!r}')
+    if meta['tokenizer'] == 'words':
+        words = meta['words']
+        if not all(isinstance(word, str) for word in words) or len(words) != meta['vocab_size'] or '<unk>' not in words:
+            raise ValueError('meta.json: words and vocab_size do not fit')
+    return meta
+
+
 def load_tokens(data_dir, name):
     """Returns ({'train': ids, 'val': ids}, meta), ids read-only memory maps. Raises FileNotFoundError or ValueError."""
     folder = pathlib.Path(data_dir, name)
@@ -294,7 +312,7 @@ def load_tokens(data_dir, name):
         raise FileNotFoundError(f'no dataset in {folder}: make it with `python prepare.py {command}{where}` '
                                 '(--preset=tiny needs none)')
     try:
-        meta = json.loads((folder / 'meta.json').read_text())
+        meta = read_meta(folder)
         if 'template' in meta:
             raise ValueError('it holds examples for train_cls.py, not text')
         if meta['dtype'] != token_dtype(meta['vocab_size']):
@@ -304,6 +322,9 @@ def load_tokens(data_dir, name):
             tokens[split] = np.memmap(folder / f'{split}.bin', dtype=meta['dtype'], mode='r')
             if len(tokens[split]) != meta['counts'][split]:
                 raise ValueError(f"{split}.bin holds {len(tokens[split])} tokens, not {meta['counts'][split]}")
+            if len(tokens[split]) < 2:
+                raise ValueError(f'{split}.bin holds no two tokens, of which one predicts the other')
+            pack_tokens(tokens[split][:10_000_000], meta['vocab_size'])     # of 18 GB enough to know a foreign file
         return tokens, meta
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f'{folder} is no dataset of text, or is damaged: make it again with prepare.py '
@@ -311,9 +332,15 @@ def load_tokens(data_dir, name):
 
 
 def load_pairs(data_dir, name):
-    """Returns a dataset's minimal pairs, a list of {family, good, bad}; [] if it has none."""
+    """Returns a dataset's minimal pairs, a list of {family, good, bad}; [] if it has none. Raises ValueError."""
     path = pathlib.Path(data_dir, name, 'pairs.jsonl')
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    try:
+        pairs = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        if not all(isinstance(pair[key], str) for pair in pairs for key in ('family', 'good', 'bad')):
+            raise ValueError('a text is missing')
+        return pairs
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{path} is damaged, make it again with prepare.py ({error})') from None
 
 
 def picker(seed, purpose):
@@ -576,6 +603,8 @@ def read_rows(source, repository, revision):
     if source and (len(found) != 1 or not path.exists()):
         raise ValueError(f'--input={source}: expected a file or a folder with one kind of {", ".join(kinds)}')
     try:
+        # openwebtext's main branch went from a script, which datasets 4 no longer runs, to parquet files
+        # (huggingface.co/datasets/Skylion007/openwebtext/discussions/18)
         import datasets
         import huggingface_hub
         huggingface_hub.utils.logging.set_verbosity_error()     # the one line below says what its retries would
@@ -687,8 +716,12 @@ def read_example(task, split, i, row):
         raise ValueError(f'{where} has the {label} {row[label]!r}: expected {", ".join(LABELS[task])}'
                          + ' (-1 marks the test split, which has none)' * (name == '-1'))
     depth = row.get('QDep_computed') if row.get('QDep') is None else row['QDep']
+    try:
+        depth = None if depth is None else int(depth)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f'{where} has the depth {depth!r}: expected a whole number, or null') from None
     return dict(id=str(row.get('id', f'{split}_{i}')), context=row[context].strip(), question=row[question].strip(),
-                label=LABELS[task].index(name), depth=None if depth is None else int(depth))
+                label=LABELS[task].index(name), depth=depth)
 
 
 def write_examples(data_dir, name, task, examples, source, **more):
@@ -753,17 +786,23 @@ def load_examples(data_dir, name):
         where = '' if str(data_dir) == DEFAULTS['data_dir'] else f' --data_dir={data_dir}'
         raise FileNotFoundError(f'no dataset in {folder}: make it with `python prepare.py {command}{where}`')
     try:
-        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+        meta = read_meta(folder)
         if 'template' not in meta:
             raise ValueError(f'it holds text, not examples: expected {", ".join(TEMPLATES)}')
+        if meta['template'] not in TEMPLATES.values() or not {'<unk>', '<pad>', '<begin>'} <= set(meta['words']):
+            raise ValueError('meta.json: template or words are not those that prepare.py writes')
         examples = {}
         for split in ('train', 'validation'):
             lines = (folder / f'{split}.jsonl').read_text(encoding='utf-8').split('\n')
             rows = examples[split] = [json.loads(line) for line in lines if line]
             if len(rows) != meta['counts'][split]:
                 raise ValueError(f"{split}.jsonl holds {len(rows)} examples, not {meta['counts'][split]}")
+            if not rows:
+                raise ValueError(f'{split}.jsonl is empty')
             for row in rows:
-                if row['label'] not in (0, 1, 2) or not row['context'] or not row['question'] or 'depth' not in row:
+                label = row['label']
+                if type(label) is not int or not 0 <= label <= 2 or not row['context'] or not row['question'] or (
+                        'depth' not in row):
                     raise ValueError(f'{split}.jsonl: {row} is no example')
         return examples, meta
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -965,6 +1004,22 @@ def load_blimp(path=''):
             for row in read_texts(path, 'nyu-mll/blimp', None, 'train', columns)]
 
 
+def make(c):
+    """Writes the dataset that the settings ask for. Returns meta."""
+    name = c.name or c.task
+    if c.task == 'licensing':
+        name = c.name or 'licensing' + '_shuffled' * c.shuffled + '_long' * c.long_memory
+        return make_licensing(c.data_dir, name, c.seed, c.n_tokens, c.shuffled, c.long_memory)
+    if c.task == 'text':
+        return make_text(c.data_dir, name, c.input, c.val, c.val_frac, c.tokenizer, c.num_threads)
+    if c.task == 'rulebase':
+        return make_rulebase(c.data_dir, name, c.seed, c.n_train, c.n_val, c.max_depth, c.balance)
+    if c.task in SOURCES:
+        return make_examples(c.task, c.data_dir, name, c.input, c.val_frac, c.seed)
+    return make_openwebtext(c.data_dir, name, c.input, c.repository, c.revision, c.val_frac, c.tokenizer, c.seed,
+                            c.num_threads)
+
+
 def main(argv=None):
     c = SimpleNamespace(**runtime.configure(__file__, DEFAULTS, choices=dict(tokenizer=['gpt2', 'bytes']), argv=argv,
                                             positional='task'))
@@ -972,25 +1027,12 @@ def main(argv=None):
         runtime.fail(f"prepare what? expected {', '.join(TASKS)}, got {c.task!r}")
     if not 0 <= c.val_frac < 1:
         runtime.fail(f'val_frac={c.val_frac}: expected a share from 0 to 1')
-    if c.seed < 0 or c.num_threads < 0:
-        runtime.fail(f'seed={c.seed}, num_threads={c.num_threads}: expected no negative number')
-    try:
-        if c.task == 'licensing':
-            name = c.name or 'licensing' + '_shuffled' * c.shuffled + '_long' * c.long_memory
-            meta = make_licensing(c.data_dir, name, c.seed, c.n_tokens, c.shuffled, c.long_memory)
-        elif c.task == 'text':
-            meta = make_text(c.data_dir, c.name or c.task, c.input, c.val, c.val_frac, c.tokenizer, c.num_threads)
-        elif c.task == 'rulebase':
-            meta = make_rulebase(c.data_dir, c.name or c.task, c.seed, c.n_train, c.n_val, c.max_depth, c.balance)
-        elif c.task in SOURCES:
-            meta = make_examples(c.task, c.data_dir, c.name or c.task, c.input, c.val_frac, c.seed)
-        else:
-            meta = make_openwebtext(c.data_dir, c.name or c.task, c.input, c.repository, c.revision, c.val_frac,
-                                    c.tokenizer, c.seed, c.num_threads)
-    except (ValueError, OSError) as error:
-        runtime.fail(error)
-    except KeyboardInterrupt:
-        runtime.fail('interrupted: nothing was changed', status=130)
+    runtime.check_numbers(vars(c), positive=(), not_negative=('num_threads',))
+    with runtime.interruptible('nothing was changed'):
+        try:
+            meta = make(c)
+        except (ValueError, OSError) as error:
+            runtime.fail(error)
     runtime.result(**{key: value for key, value in meta.items() if key != 'words'})
 
 

@@ -2,7 +2,7 @@
 
 A script keeps its settings in one plain dict with a trailing comment beside each key, and runs in this order:
 
-    config = configure(__file__, DEFAULTS, PRESETS)   # wrong words end here, before anything is loaded
+    config = configure(__file__, DEFAULTS, rows=dict(preset=PRESETS))      # wrong words end here, before any loading
     run = launch(config['device'])                    # one process, or one of torchrun's
     folder = open_run('lm', config, run)              # the last thing before training: --overwrite deletes here
     log, stop = Log(folder, main=run.main), StopSignal()
@@ -16,6 +16,7 @@ What a user can cause ends in fail(): one line on stderr and a status, 2 for bad
 import ast
 import contextlib
 import difflib
+import fcntl
 import io
 import json
 import math
@@ -36,9 +37,11 @@ import torch.distributed as dist
 SWITCH = {'on': True, 'true': True, 'off': False, 'false': False}
 WANTED = {bool: 'on or off', int: 'a whole number of at most 63 bits', float: 'a finite number', str: 'text'}
 LIMIT = {int: 2 ** 63, float: math.inf}
+MAX_SEED = 2 ** 32 - 1      # NumPy's
 # All that --overwrite may delete; .tmp is what a kill in the middle of a save leaves.
-RUN_FILES = [name + end for name in ('config.json', 'log.jsonl', 'eval.json', 'result.json', '*.pt')
-             for end in ('', '.tmp')]
+RUN_FILES = [name + end for name in ('config.json', 'log.jsonl', 'eval.json', 'result.json', '*.pt', 'interpret.json',
+                                     'over.json', 'over.png', 'half_lives.png', 'redundancy.png')
+             for end in ('', '.*.tmp')]
 
 
 def speaks():
@@ -55,24 +58,23 @@ def fail(message, status=2):
 
 # ---- command line
 
-def configure(script, defaults, presets=None, choices=None, argv=None, positional=None, rows=None):
+def configure(script, defaults, choices=None, rows=None, argv=None, positional=None):
     """The settings of a run, as a dict: defaults < saved (with --resume) < rows < keys given.
 
-    script is the caller's __file__, whose source gives --help its text; presets maps a name to some of the keys, the
-    row that --preset=NAME brings; rows maps more keys to such rows by the key's value, the later over the earlier, with
-    'preset' among them where presets is None; choices maps a key to the values allowed; positional names the key that
-    one bare word may set. A value takes the type of its default. The result has every key of defaults, and 'preset'
-    ('' if none). Every mistake is fail().
+    script is the caller's __file__, whose source gives --help its text; choices maps a key to the values allowed; rows
+    maps a key to the settings that each of its values brings, {'preset': {'tiny': {'n_layer': 4}}}, the later key's
+    over the earlier's, and a key that defaults lack is one that may name a row; positional names the key that one bare
+    word may set. A value takes the type of its default. The result has every key of defaults and rows. Every mistake is
+    fail().
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    defaults, choices, rows = dict(defaults), dict(choices or {}), {**(rows or {})}
-    rows = rows if 'preset' in rows else {'preset': presets or {}, **rows}
+    defaults, choices, rows = dict(defaults), dict(choices or {}), rows or {}
     if '--help' in words or '-h' in words:
         if speaks():
             print(help_text(script, defaults, rows))
         raise SystemExit(0)
-    if rows['preset']:
-        defaults['preset'], choices['preset'] = '', [*rows['preset'], '']
+    for key in [key for key in rows if key not in defaults]:
+        defaults[key], choices[key] = '', [*rows[key], '']
     given = read_words(words, defaults, positional)
 
     def brought(names):
@@ -80,13 +82,16 @@ def configure(script, defaults, presets=None, choices=None, argv=None, positiona
 
     named = {**defaults, **given}
     named = {**defaults, **brought(named), **given}             # a row may name another, as a preset its task
-    config = {'preset': '', **defaults, **brought(named), **given}
+    config = {**defaults, **brought(named), **given}
     if config.get('resume'):
         saved = resumed(script, config, defaults)
         config = {**config, **saved, **brought(given), **given, 'out_dir': saved['out_dir']}
+        check_trains(config, '--resume continues the training of a run')
     for key, allowed in choices.items():
         if config[key] not in allowed:
             fail(f'--{key}={shown(config[key])}: expected one of {", ".join(map(shown, allowed))}')
+    if not 0 <= config.get('seed', 0) <= MAX_SEED:
+        fail(f'seed={config["seed"]}: expected no negative number, and at most {MAX_SEED}')
     return config
 
 
@@ -137,6 +142,13 @@ def check_numbers(config, positive, not_negative):
             fail(f'{key}={config[key]}: expected no negative number')
 
 
+def check_trains(config, why):
+    """Ends in one line where no step would be taken."""
+    for key in ('max_steps', 'epochs'):
+        if config.get(key, 1) < 1:
+            fail(f'{key}={config[key]}: {why}, expected at least 1')
+
+
 def shown(value):
     """value as one would type it."""
     return {True: 'on', False: 'off'}[value] if isinstance(value, bool) else str(value) or "''"
@@ -153,10 +165,7 @@ def resumed(script, config, defaults):
         fail('--resume needs the run to continue: --out_dir=FOLDER, or --out_dir=latest for the newest')
     newest = config['out_dir'] == 'latest'
     folder = latest(Path(script).stem.removeprefix('train_')) if newest else Path(config['out_dir'])
-    try:
-        saved = dict(json.loads((folder / 'config.json').read_text(encoding='utf-8')))
-    except (OSError, ValueError, TypeError) as error:
-        fail(f'no run to resume in {folder}: its config.json cannot be read ({reason(error)})')
+    saved = read_json(folder / 'config.json', 'expected the folder of a run to resume')
     saved = {key: saved[key] for key in defaults if key in saved and key not in ('resume', 'overwrite', 'device')}
     for key, value in saved.items():
         kind = type(defaults[key])
@@ -235,6 +244,22 @@ def finish():
         dist.destroy_process_group()
 
 
+def main_first(run, make):
+    """make() in rank 0, while the others wait, and what it returned in all; its ValueError or OSError ends all of them.
+    """
+    answer = [None, '']     # every process must hear of a failure, not wait for it
+    if run.main:
+        try:
+            answer[0] = make()
+        except (ValueError, OSError) as error:
+            answer[1] = str(error) or type(error).__name__
+    if run.world > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1]:
+        fail(answer[1])
+    return answer[0]
+
+
 def all_reduced(values, op):
     """values (numbers) -> list of floats, reduced over the processes in float64."""
     if not dist.is_initialized():
@@ -263,24 +288,20 @@ def open_run(kind, config, run):
     """Path of this run's folder, made by rank 0 and the same in all processes, with config.json in it.
 
     out_dir='' makes out/KIND/YYYYMMDD-HHMMSS. A named folder that holds a run is refused, unless config has resume
-    (it is left as it is: write_config when the checkpoint has been loaded) or overwrite (its RUN_FILES are deleted).
+    (it is left as it is: write_config when the checkpoint has been loaded) or overwrite (its RUN_FILES are deleted). So
+    is one in which another process trains.
     """
-    answer = ['', '']  # folder, what is wrong: every process must hear of a failure, not wait for it
-    if run.main:
+    def make():
         try:
-            folder = claim_folder(config) if config['out_dir'] else dated_folder(Path('out', kind))
+            folder = Path(config['out_dir'] or dated_folder(Path('out', kind)))
+            claim_folder(folder, config)
             if not config.get('resume'):
                 write_config(folder, config, run)
-            answer[0] = str(folder)
+            return folder
         except OSError as error:
-            answer[1] = f'cannot use {config["out_dir"] or Path("out", kind)} as the folder of a run: {reason(error)}'
-        except ValueError as error:
-            answer[1] = str(error)
-    if run.world > 1:
-        dist.broadcast_object_list(answer, src=0)
-    if answer[1]:
-        fail(answer[1])
-    return Path(answer[0])
+            where = config['out_dir'] or Path('out', kind)
+            raise ValueError(f'cannot use {where} as the folder of a run: {reason(error)}') from None
+    return main_first(run, make)
 
 
 def dated_folder(root):
@@ -296,23 +317,43 @@ def dated_folder(root):
             count += 1
 
 
-def claim_folder(config):
-    """The folder named by out_dir, ready for this run."""
-    folder = Path(config['out_dir'])
+def make_writable(folder):
+    """The folder, made if need be. Raises OSError where nothing can be written in it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OSError('it is not writable')
+
+
+held = []       # the folder that this process trains in, as an open file: its lock ends with it, however it ends
+
+
+def hold(folder):
+    """Keeps other processes from training in folder, where the file system has locks. ValueError where one does."""
+    while held:
+        os.close(held.pop())
+    held.append(os.open(folder, os.O_RDONLY))
+    try:
+        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f'another process trains in {folder}: wait for its end') from None
+    except OSError:
+        pass
+
+
+def claim_folder(folder, config):
+    """Makes the folder ready for this run, and this run's."""
+    make_writable(folder)
+    hold(folder)
     files = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
-    if config.get('resume') or not files:
-        return folder
-    if not config.get('overwrite'):
+    if config.get('resume'):
+        files = [path for path in files if path.suffix == '.tmp']
+    elif files and not config.get('overwrite'):
         raise ValueError(f'{folder} already holds a run: --resume continues it, --overwrite replaces it, '
                          'or name another --out_dir')
     if strange := [path for path in files if path.is_dir()]:
         raise ValueError(f'{strange[0]} is a folder where a run has a file: move it, or name another --out_dir')
     for path in files:
         path.unlink()
-    return folder
 
 
 def write_config(folder, config, run):
@@ -325,7 +366,7 @@ def write_config(folder, config, run):
 
 def replace_file(path, write):
     """Call write(file) on a temporary neighbour of path, then rename it to path: never half a file under that name."""
-    temporary = path.with_name(path.name + '.tmp')
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         with open(temporary, 'wb') as file:
             write(file)
@@ -354,6 +395,17 @@ def saving(path):
         yield
     except (OSError, RuntimeError) as error:
         fail(f'cannot save {path}: {reason(error)}; what was saved before is intact', status=1)
+
+
+def read_json(path, expected):
+    """The object in a JSON file; a file that cannot be read or holds none ends in one line, which `expected` closes."""
+    try:
+        value = json.loads(path.read_text(encoding='utf-8'))
+        if not isinstance(value, dict):
+            raise ValueError('it holds no JSON object')
+        return value
+    except (OSError, ValueError) as error:
+        fail(f'cannot read {path} ({reason(error)}): {expected}')
 
 
 def git_revision():
@@ -431,10 +483,11 @@ def load_checkpoint(path, device='cpu'):
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         fail(f'no checkpoint {path}: expected a file that a training run saved')
-    except OSError as error:
+    except (IsADirectoryError, PermissionError) as error:
         fail(f'cannot read the checkpoint {path}: {reason(error)}')
     except Exception as error:  # of many kinds; torch's own texts advise to trust the file
-        fail(f'{path} is no checkpoint of these scripts, or is damaged ({type(error).__name__})')
+        fail(f'{path} is no checkpoint of these scripts, or is damaged ({type(error).__name__}): take another of its '
+             "run, to resume in this one's place, or train anew with --overwrite")
     if not isinstance(state, dict) or 'model' not in state:
         fail(f"{path} is a checkpoint of something else: expected a dict with 'model'")
     return state
@@ -460,17 +513,17 @@ def restore(path, model, optimizer, config, device, loop, same, own):
     settings of an optimizer's group that stay as asked for now.
     """
     saved = load_checkpoint(path, device)
-    load_weights(model, saved['model'], path)
     asked = [{key: group[key] for key in own} for group in optimizer.param_groups]
     try:
+        for key in same:
+            if (was := saved['config'][key]) != config[key]:
+                fail(f'{path} is of another model or task, with {key}={shown(was)}, not {shown(config[key])}: resume '
+                     'it as it was, or begin another')
+        load_weights(model, saved['model'], path)
         optimizer.load_state_dict(saved['optimizer'])
         state = [saved[key] for key in loop]
-        changed = [key for key in same if saved['config'][key] != config[key]]
     except (KeyError, ValueError, TypeError) as error:
         fail(f'{path} is no checkpoint of this script, or is damaged ({type(error).__name__})')
-    if changed:
-        fail(f'{path} is of a run with {changed[0]}={saved["config"][changed[0]]}, not {config[changed[0]]}: '
-             'resume it as it was, or begin another')
     for group, settings in zip(optimizer.param_groups, asked):
         group |= settings                                       # the saved ones came along with the optimizer's state
     return state
@@ -497,6 +550,21 @@ class StopSignal:
         return self.signum if run.world == 1 else int(all_reduced([self.signum], dist.ReduceOp.MAX)[0])
 
 
+@contextlib.contextmanager
+def interruptible(said):
+    """SIGTERM and Ctrl-C end the block in one line, `said` with it, and status 128 + signal."""
+    def receive(signum, frame):
+        raise KeyboardInterrupt(signum)
+    before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        fail(f'interrupted: {said}', status=128 + (error.args or (signal.SIGINT,))[0])
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 # ---- many runs
 
 class Diverged(Exception):
@@ -505,6 +573,9 @@ class Diverged(Exception):
     def __init__(self, step, loss):
         super().__init__(f'diverged at step {step}: loss or gradient not finite; last finite loss {loss:.4f}')
         self.step, self.loss = step, loss
+
+
+STUDIES = {'compare', 'boundary', 'variants'}   # keys that ask for one; off in its runs, so that each can go on alone
 
 
 def study(name, rows, config, run, stop, train, summarize):
@@ -516,18 +587,23 @@ def study(name, rows, config, run, stop, train, summarize):
     """
     if run.world > 1:
         fail(f'{name} trains one model after another: run it without torchrun')
-    if config.get('max_steps', 1) < 1:
-        fail(f'max_steps={config["max_steps"]}: a study compares trained models, expected at least 1')
+    if config['out_dir'] or config['overwrite']:
+        fail(f'a study keeps its runs in {Path("out", name)}: leave out --out_dir, --resume and --overwrite')
+    check_trains(config, 'a study compares trained models')
     seeds, results = seeds_of(config['seeds']), {}
+    check_results()
     for row, seed in [(row, seed) for seed in seeds for row in rows]:
         folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
-        settings = config | rows[row] | dict(seed=seed, out_dir=str(folder), resume=(folder / 'config.json').exists())
+        done, anew = (folder / 'result.json').exists(), f'move {folder} away to begin it anew'
+        settings = config | rows[row] | dict(seed=seed, out_dir=str(folder))
+        settings |= {key: type(config[key])() for key in STUDIES & set(config)}
+        settings['resume'] = done or (folder / 'config.json').exists()
         if settings['resume']:
-            made = json.loads((folder / 'config.json').read_text())
-            for key in set(config) - {'resume', 'overwrite', 'device', 'seeds', 'preset', 'variants'}:
+            made = read_json(folder / 'config.json', anew)
+            for key in set(config) - STUDIES - {'resume', 'overwrite', 'device', 'seeds', 'preset'}:
                 if made.get(key, settings[key]) != settings[key]:
-                    fail(f'{folder} was made with {key}={made[key]}, not {settings[key]}: move it away to begin anew')
-        if not (folder / 'result.json').exists():
+                    fail(f'{folder} was made with {key}={shown(made[key])}, not {shown(settings[key])}: {anew}')
+        if not done:
             try:
                 outcome = train(settings, run, stop)
             except Diverged as error:
@@ -538,16 +614,19 @@ def study(name, rows, config, run, stop, train, summarize):
             log = folder / 'log.jsonl'
             lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
             write_json(folder / 'result.json', summarize(outcome, settings, lines), indent=None)
-        results.setdefault(row, []).append(dict(seed=seed, **json.loads((folder / 'result.json').read_text())))
+        results.setdefault(row, []).append({**read_json(folder / 'result.json', anew), 'seed': seed})
     return results
 
 
 def seeds_of(text):
     """'1,2,3' as a list of numbers."""
     try:
-        return [int(seed) for seed in text.split(',')]
+        seeds = [int(seed) for seed in text.split(',')]
     except ValueError:
-        fail(f'seeds={text}: expected whole numbers with commas between, such as 1,2,3')
+        seeds = []
+    if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= MAX_SEED:
+        fail(f'seeds={text}: expected different whole numbers from 0 to {MAX_SEED}, with commas between as in 1,2,3')
+    return seeds
 
 
 def spread(values, digits=3):
@@ -571,6 +650,12 @@ def write_file(path, text):
     with saving(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda file: file.write(text.encode()))
+
+
+def check_results():
+    """Ends in one line where results/ cannot be written in: before the training, not after it."""
+    with saving(Path('results')):
+        make_writable(Path('results'))
 
 
 def write_json(path, value, indent=1):

@@ -29,8 +29,8 @@ import prepare
 from evaluate import batch_at, mean_loss, pair_accuracy, windows
 from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
 from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, finish, launch,
-                     open_run, precision, pyplot, restore, result, save_checkpoint, save_figure, spread, study, table,
-                     write_config, write_json, write_text)
+                     main_first, open_run, precision, pyplot, restore, result, save_checkpoint, save_figure, spread,
+                     study, table, write_config, write_json, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -114,10 +114,13 @@ PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'A100': 312e1
 def open_data(config, run):
     """(tokens by split, meta, minimal pairs) of the dataset; the generated ones are made if they are not there."""
     where, name = config['data_dir'], config['dataset']
-    try:
-        if name in ('licensing', 'licensing_shuffled') and run.main and not Path(where, name, 'meta.json').exists():
+
+    def make():
+        if name in ('licensing', 'licensing_shuffled') and not Path(where, name, 'meta.json').exists():
             prepare.make_licensing(where, name, shuffled=name == 'licensing_shuffled')
-        all_sum(0)                                              # the others wait here
+
+    main_first(run, make)
+    try:
         (tokens, meta), pairs = prepare.load_tokens(where, name), prepare.load_pairs(where, name)
     except (ValueError, OSError) as error:
         fail(error)
@@ -142,20 +145,6 @@ def saturation(model, ids_BT):
     return None if None in shares else sum(share.item() for share in shares) / len(shares)
 
 
-def memory(model):
-    """How long quantifiers remember: median half-life (tokens) of the existential units, of the fifth of them that
-    writes most, and of the proportion units; and latches, units of either sort with a half-life beyond the context."""
-    units = model.quantifier_units()
-    if units is None:
-        return {}
-    exists, half_life = units['exists'], units['half_life']
-    top = units['write_norm'][exists].topk(max(1, int(exists.sum()) // 5)).indices
-    return dict(half_life_median=half_life[exists].median().item(),
-                half_life_median_top=half_life[exists][top].median().item(),
-                half_life_median_proportion=half_life[~exists].median().item() if (~exists).any() else None,
-                latches=int((half_life > model.block_size).sum()))
-
-
 def measure(model, ids, pairs, tokenizer, config, run):
     """Validation loss (nats a token), minimal pairs, memory and saturation of the model as it stands."""
     starts = windows(ids, config['block_size'], config['eval_windows'])
@@ -166,7 +155,7 @@ def measure(model, ids, pairs, tokenizer, config, run):
     if pairs:
         families = pair_accuracy(model, pairs, tokenizer, run.device)
         record |= dict(licensing_accuracy=families.pop('overall'), licensing_families=families)
-    record |= memory(model) | dict(saturation=saturation(model, read(starts[:8])[0]))
+    record |= model.memory() | dict(saturation=saturation(model, read(starts[:8])[0]))
     model.train()
     return record
 
@@ -194,7 +183,7 @@ def check(config, run):
         positive=('batch_size', 'micro_batch', 'block_size', 'n_layer', 'n_head', 'n_embd', 'eval_every',
                   'log_every'),
         not_negative=('max_steps', 'warmup', 'lr', 'decay_lr_mult', 'weight_decay', 'grad_clip',
-                      'eval_windows', 'keep', 'seed'))
+                      'eval_windows', 'keep'))
     if config['batch_size'] % run.world:
         fail(f'batch_size={config["batch_size"]} must be divisible by the {run.world} processes')
 
@@ -369,6 +358,9 @@ def compare(config, run, stop):
         fail(f'--compare={config["compare"]}: expected gelu among them, which the others are measured against')
     name = 'compare' if config['dataset'] == 'licensing' else f'compare_{config["dataset"]}'
     results = study(name, {row: COMPARE[row] for row in names}, config, run, stop, train, signs)
+    for row, lost in [(row, r) for row, runs in results.items() for r in runs if 'diverged_at' in r]:
+        fail(f'{row} diverged with seed {lost["seed"]} at step {lost["diverged_at"]}, and --compare is of runs that '
+             f'end: move {Path("out", name)} away and lower lr', status=3)
     lines = []
     for row, runs in results.items():
         of = lambda key, digits: spread([r.get(key) for r in runs], digits)
@@ -436,7 +428,7 @@ def boundary(config, run, stop):
 
 
 def main():
-    config = configure(__file__, DEFAULTS, PRESETS, CHOICES)
+    config = configure(__file__, DEFAULTS, CHOICES, rows=dict(preset=PRESETS))
     run = launch(config['device'])
     torch.set_float32_matmul_precision('high')
     if config['count_params']:

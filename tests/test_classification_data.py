@@ -318,6 +318,8 @@ def changed(**keys):
     ('proofwriter', changed(theory=None), 'empty theory'), ('proofwriter', changed(question=''), 'empty question'),
     ('proofwriter', changed(answer='Maybe'), "row 2 of train has the answer 'Maybe': expected False, True, Unknown"),
     ('proofwriter', changed(answer=None), 'the answer None'),
+    ('proofwriter', changed(QDep=[1]), r'row 2 of train has the depth \[1\]: expected a whole number'),
+    ('proofwriter', changed(QDep='deep'), "the depth 'deep'"), ('proofwriter', changed(QDep=1e400), 'the depth inf'),
     ('mnli', [{**MNLI[0], 'label': -1}], 'the label -1: expected contradiction, entailment, neutral.*test split'),
     ('mnli', [{**MNLI[0], 'label': 3}], 'the label 3'), ('mnli', [{**MNLI[0], 'label': True}], 'the label True'),
     ('mnli', [], 'leaves the train split empty')])
@@ -429,13 +431,25 @@ def replaced(old, new, file='train.jsonl'):
 @pytest.mark.parametrize('damage', [
     cut, lambda folder: (folder / 'validation.jsonl').unlink(), replaced('{', ''), replaced('"label": 1', '"label": 3'),
     replaced('"depth"', '"deep"'), replaced('"context": "', '"context": "", "was": "'),
-    replaced('"counts"', '"count"', 'meta.json'), replaced('"template"', '"pattern"', 'meta.json')])
+    replaced('"counts"', '"count"', 'meta.json'), replaced('"template"', '"pattern"', 'meta.json'),
+    replaced('{context}', '{contest}', 'meta.json'), replaced('"<pad>"', '"pad"', 'meta.json'),
+    replaced('"anne"', '3', 'meta.json'), replaced('"label": 1', '"label": 1.0'),
+    replaced('"label": 1', '"label": true'), replaced('"label": 0', '"label": "0"')])
 def test_a_damaged_dataset_is_refused_in_one_line(tmp_path, damage):
     prepare.make_rulebase(tmp_path, n_train=30, n_val=12)
     damage(tmp_path / 'rulebase')
     with pytest.raises(ValueError, match='rulebase is damaged, make it again') as error:
         prepare.load_examples(tmp_path, 'rulebase')
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('split', ['train', 'validation'])
+def test_a_split_without_examples_is_refused(tmp_path, split):
+    n = prepare.make_rulebase(tmp_path, n_train=30, n_val=12)['counts'][split]
+    replaced(f'"{split}": {n}', f'"{split}": 0', 'meta.json')(tmp_path / 'rulebase')
+    (tmp_path / 'rulebase' / f'{split}.jsonl').write_text('')
+    with pytest.raises(ValueError, match=f'rulebase is damaged, make it again .*{split}.jsonl is empty'):
+        prepare.load_examples(tmp_path, 'rulebase')
 
 
 def test_a_subset_is_drawn_by_the_seed_without_replacement_and_in_order():

@@ -3,6 +3,8 @@ command prints, keeps and refuses."""
 import contextlib
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -456,7 +458,11 @@ def test_one_model(here, command):
     assert list(saved) == ['ppl', 'lambada', 'blimp', 'licensing']
     assert saved['ppl']['model'] == dict(ckpt='out/lm/A/best.pt', step=7)
     assert saved['lambada']['lambada'] == 'lambada.jsonl'
-    assert saved['licensing']['rows']['votes']['n'] == 5 and saved['licensing']['rows']['overall']['n'] == 5
+    number = lambda task, row: (saved[task]['rows'][row]['n'], saved[task]['rows'][row]['unit'])
+    assert number('licensing', 'votes') == (5, 'pairs') and number('licensing', 'overall') == (5, 'families')
+    assert number('lambada', 'accuracy') == (3, 'passages') and number('ppl', 'loss')[1] == 'windows'
+    assert number('blimp', 'two') == (2, 'pairs') and number('blimp', 'phenomenon binding') == (1, 'families')
+    assert '3 passages' in out and '2 pairs' in out and '5 families' in out
     assert saved['ppl']['rows']['perplexity']['value'] == pytest.approx(result['ppl'], rel=1e-5)
 
 
@@ -498,10 +504,10 @@ def test_the_table_shows_ties_where_there_are_any():
     records = {'x': summary(np.array([True, False]), 3), 'y': summary(np.array([0.5, 1e6]), 0)}
     lines = evaluate.aligned('pairs', records).splitlines()
     assert lines[0].split() == ['pairs', 'n', 'value', 'se', 'ties']
-    assert lines[1].split() == ['x', '2', '0.5000', '0.3536', '3'] and lines[2].split()[2] == '5e+05'
+    assert lines[1].split() == ['x', '2', 'pairs', '0.5000', '0.3536', '3'] and lines[2].split()[3] == '5e+05'
     header, line = evaluate.aligned('pairs', {'x': summary(np.array([1.0]), 0, np.array([3.0]), 0)}).splitlines()
     assert header.split() == ['pairs', 'n', 'value', 'se', 'vs', 'difference', 'low', 'high']
-    assert line.split() == ['x', '1', '1.0000', '3.0000', '-2.0000'], 'what one item leaves unknown is blank'
+    assert line.split() == ['x', '1', 'pairs', '1.0000', '3.0000', '-2.0000'], 'what one item leaves unknown is blank'
     assert len(header) == len(line)
 
 
@@ -518,7 +524,8 @@ def test_a_study_is_over_seeds_and_its_differences_over_items(here, command):
     names = dict(ppl='ppl perplexity', lambada_acc='lambada accuracy', blimp='blimp overall')
     for key, name in names.items():
         means = {row: np.mean([one[key] for one in alone[row]]) for row in alone}
-        assert [np.mean(values) for values in written[name]['by_seed'].values()] == pytest.approx(list(means.values()), rel=1e-5)
+        of_seeds = [np.mean(values) for values in written[name]['by_seed'].values()]
+        assert of_seeds == pytest.approx(list(means.values()), rel=1e-5)
         for first, second in (('nc', 'gelu'), ('nc+quant', 'nc')):
             pair = written[name]['differences'][f'{first} - {second}']
             assert pair['difference'] == pytest.approx(means[first] - means[second], abs=1e-3)
@@ -558,7 +565,7 @@ def test_by_default_a_model_is_asked_what_its_tokens_can_spell(here, command):
 def test_the_loss_is_the_one_that_training_measured(here, command, monkeypatch):
     """On 999 predictions in 27 windows, none left over."""
     prepare.make_licensing('data', 'licensing', n_tokens=20_000)
-    config = runtime.configure(train_lm.__file__, train_lm.DEFAULTS, train_lm.PRESETS, train_lm.CHOICES, argv=(
+    config = runtime.configure(train_lm.__file__, train_lm.DEFAULTS, rows=dict(preset=train_lm.PRESETS), argv=(
         '--preset=tiny --ffn=nc --quant=on --n_layer=1 --n_embd=16 --n_head=2 --block_size=37 --batch_size=4 '
         '--micro_batch=4 --eval_windows=0 --max_steps=3 --eval_every=3 --device=cpu').split())
     run = SimpleNamespace(rank=0, world=1, local_rank=0, device=CPU, main=True)
@@ -624,12 +631,14 @@ def test_samples_follow_the_seed(command):
     (['--tasks=blimp', '--blimp=none.jsonl'], 'cannot read none.jsonl: expected rows with UID, linguistics_term'),
     (['--tasks=lambada', '--lambada=blimp.jsonl'], 'cannot read blimp.jsonl: expected rows with text'),
     (['--stride=25'], 'stride=25: expected at most the block_size of 24'),
-    (['--stride=-1'], 'stride=-1: expected at least 0'),
+    (['--stride=-1'], 'stride=-1: expected no negative number'),
     (['--batch_size=0'], 'batch_size=0: expected at least 1'),
     (['--generate=a', '--tokens=0'], 'tokens=0: expected at least 1'),
-    (['--generate=a', '--temperature=-1'], 'temperature=-1.0: expected at least 0'),
-    (['--generate=a', '--top_k=-1'], 'top_k=-1: expected at least 0'),
-    (['--generate=a', '--seed=-1'], 'seed=-1: expected at least 0'),
+    (['--generate=a', '--temperature=-1'], 'temperature=-1.0: expected no negative number'),
+    (['--generate=a', '--temperature=1e-40'], 'temperature=1e-40: expected 0, for the likeliest token, or at least'),
+    (['--generate=a', '--top_k=-1'], 'top_k=-1: expected no negative number'),
+    (['--generate=a', '--seed=-1'], 'seed=-1: expected no negative number'),
+    (['--ckpt='], 'no checkpoint in .: expected the folder of a run of train_lm.py'),
     (['--generate=a', '--vs=out/lm/B'], 'leave out --vs, --tasks and --study'),
     (['--generate=a', '--tasks=ppl'], 'leave out --vs, --tasks and --study'),
     (['--study=out/lm'], 'leave out --ckpt and --vs'),
@@ -641,7 +650,7 @@ def test_samples_follow_the_seed(command):
     (['--ckpt=books.txt'], 'books.txt is no checkpoint of these scripts'),
     (['--data_dir=other'], 'has a vocabulary of 257, and other/books one of 108'),
     (['--data_dir=alone', '--tasks=licensing'], 'no minimal pairs in alone/licensing: make them with `python prepare'),
-    (['--ckpt=damaged', '--tasks=ppl'], 'damaged/eval.json is damaged: move it away'),
+    (['--ckpt=damaged', '--tasks=ppl'], 'cannot read damaged/eval.json (Expecting value: line 1'),
 ])
 def test_a_mistake_is_one_line_and_changes_nothing(here, command, capsys, words, message):
     meta = json.loads((here / 'data/books/meta.json').read_text())
@@ -661,6 +670,36 @@ def test_a_mistake_is_one_line_and_changes_nothing(here, command, capsys, words,
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.startswith('error: ') and error.count('\n') == 1
     assert {path: path.read_bytes() for path in here.rglob('*') if path.is_file()} == before
+
+
+@pytest.mark.parametrize('changes', [
+    dict(n_layer='1'), dict(n_head=0), dict(n_head=2.0), dict(n_embd=-8), dict(block_size=None),
+    dict(block_size=24.0), dict(ffn=['nc']), dict(bool_frac='half'), dict(bool_frac=math.nan)], ids=str)
+def test_a_checkpoint_with_settings_of_another_type_is_one_line(here, command, capsys, changes):
+    saved = torch.load('out/lm/A/best.pt', weights_only=True)
+    torch.save({**saved, 'config': {**saved['config'], **changes}}, 'edited.pt')
+    torch.save({**saved, 'config': list(saved['config'])}, 'list.pt')
+    for path in ('edited.pt', 'list.pt'):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            command(f'--ckpt={path}', '--tasks=ppl')
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count('\n') == 1
+        assert f'{path} is no checkpoint of train_lm.py, or is damaged (' in error
+
+
+def test_a_run_of_the_classifier_is_called_one(here, command, capsys):
+    runtime.save_checkpoint('last.pt', dict(model={}, step=3, config=dict(variant='inter8', data_dir='data')))
+    with pytest.raises(SystemExit):
+        command('--ckpt=last.pt')
+    assert capsys.readouterr().err == 'error: last.pt is of a run of train_cls.py: expected one of train_lm.py\n'
+
+
+def test_a_signal_in_a_sample_is_one_line(here, command, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, 'generate', lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        command('--ckpt=out/lm/A', '--generate=The cat')
+    assert stop.value.code == 143 and capsys.readouterr().err == 'error: interrupted: nothing is kept\n'
 
 
 def test_interrupted_it_keeps_what_is_measured(here, command, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Llama: rotary positions, grouped-query attention, padding, and what loading a folder promises. The comparison with
 transformers is in reference_llama.py."""
+import io
 import json
 import math
 import os
@@ -434,6 +435,10 @@ def test_metas_folder_is_refused_where_it_is_parallel_incomplete_or_damaged(tmp_
     (tmp_path / 'consolidated.01.pth').write_bytes(whole)
     assert_refused(tmp_path, 'in 2 for as many GPUs')
     (tmp_path / 'consolidated.01.pth').unlink()
+    torch.save(dict(enumerate(torch.load(weights, weights_only=True).values())), weights)
+    assert_refused(tmp_path, 'does not say')
+    torch.save({**torch.load(io.BytesIO(whole), weights_only=True), 7: torch.ones(1)}, weights)
+    assert_refused(tmp_path, 'does not fit its configuration: 7 is')
     weights.write_bytes(whole[:len(whole) // 2])
     assert_refused(tmp_path, 'consolidated.00.pth is cut short')
     weights.unlink()

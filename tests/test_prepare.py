@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -241,22 +242,61 @@ def break_size(folder):
     (folder / 'train.bin').write_bytes((folder / 'train.bin').read_bytes()[:-2])
 
 
-def break_dtype(folder):
-    meta = (folder / 'meta.json').read_text()
-    (folder / 'meta.json').write_text(meta.replace('"vocab_size": 108', '"vocab_size": 70000'))
-
-
 def break_missing(folder):
     (folder / 'val.bin').unlink()
 
 
-@pytest.mark.parametrize('damage', [break_json, break_size, break_dtype, break_missing])
+def break_meta(old, new):
+    def damage(folder):
+        text = (folder / 'meta.json').read_text()
+        assert old in text
+        (folder / 'meta.json').write_text(text.replace(old, new))
+    return damage
+
+
+def break_id(folder):
+    np.memmap(folder / 'val.bin', 'uint16', 'r+')[30] = 108
+
+
+def break_to_one_token(folder):
+    (folder / 'val.bin').write_bytes((folder / 'val.bin').read_bytes()[:2])
+    break_meta('"val": 50', '"val": 1')(folder)
+
+
+@pytest.mark.parametrize('damage', [
+    break_json, break_size, break_missing, break_id, break_to_one_token,
+    *(break_meta(*pair) for pair in [
+        ('"vocab_size": 108', '"vocab_size": 70000'), ('"vocab_size": 108', '"vocab_size": 109'), ('"fred"', '7'),
+        ('"words": [', '"wrods": ['), ('"<unk>"', '"unk"'), ('"tokenizer": "words"', '"tokenizer": "gtp2"')])])
 def test_a_damaged_dataset_is_refused_in_one_line(tmp_path, damage):
     prepare.make_licensing(tmp_path, n_tokens=1000)
     damage(tmp_path / 'licensing')
     with pytest.raises(ValueError, match='make it again') as error:
         prepare.load_tokens(tmp_path, 'licensing')
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('line', ['{"family": "x"', '{"family": "x", "good": "a"}', '[1, 2]', '3',
+                                  '{"family": "x", "good": "a", "bad": 3}'])
+def test_damaged_pairs_are_refused_in_one_line(tmp_path, line):
+    prepare.make_licensing(tmp_path, n_tokens=1000)
+    with open(tmp_path / 'licensing/pairs.jsonl', 'a') as file:
+        file.write(line + '\n')
+    with pytest.raises(ValueError, match='pairs.jsonl is damaged, make it again') as error:
+        prepare.load_pairs(tmp_path, 'licensing')
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin', 'pairs.jsonl', 'meta.json', 'validation.jsonl'])
+def test_a_folder_in_the_place_of_a_file_is_seen_before_anything_changes(tmp_path, name):
+    prepare.make_licensing(tmp_path, 'mine', n_tokens=1000)
+    (tmp_path / 'mine' / name).unlink(missing_ok=True)
+    (tmp_path / 'mine' / name).mkdir()
+    before = {path.name: path.is_dir() or path.read_bytes() for path in (tmp_path / 'mine').iterdir()}
+    with pytest.raises(OSError, match=f'{name} is a folder.*as it was'):
+        prepare.make_licensing(tmp_path, 'mine', seed=2, n_tokens=1000)
+    assert before == {path.name: path.is_dir() or path.read_bytes() for path in (tmp_path / 'mine').iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ['mine']
 
 
 def test_a_failed_run_leaves_the_old_data_and_a_new_one_leaves_no_old_pairs(tmp_path, monkeypatch):
@@ -394,7 +434,8 @@ def test_the_command_ends_with_one_json_line(tmp_path):
     (['text', '--input=a.txt', '--tokenizer=words'], 'gpt2, bytes'),
     (['text', '--input=a.txt', '--val_frac=2'], '0 to 1'),
     (['text', '--input=gone.txt', '--tokenizer=bytes'], 'does not exist'), (['licensing', '--seed=-1'], 'negative'),
-    (['text', '--inptu=a.txt'], 'input'),
+    (['text', '--inptu=a.txt'], 'input'), (['rulebase', '--seed=4294967296'], 'seed=4294967296: expected'),
+    (['text', '--num_threads=-1'], 'num_threads=-1: expected no negative'),
     (['text', '--input=a.txt', '--tokenizer=bytes', '--data_dir=a.txt'], 'cannot write')])
 def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
@@ -403,6 +444,23 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, words
         prepare.main(words)
     line, = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and message in line and list(tmp_path.iterdir()) == [tmp_path / 'a.txt']
+
+
+@pytest.mark.parametrize('name, status', [('SIGTERM', 143), ('SIGINT', 130)])
+def test_a_signal_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, name, status):
+    monkeypatch.setattr(prepare, 'write_meta', lambda *_, **__: os.kill(os.getpid(), getattr(signal, name)))
+    with pytest.raises(SystemExit) as stopped:
+        prepare.main(['licensing', '--n_tokens=1000', f'--data_dir={tmp_path}/data'])
+    assert stopped.value.code == status and capsys.readouterr().err == 'error: interrupted: nothing was changed\n'
+    assert not list((tmp_path / 'data').iterdir())
+
+
+def test_help_has_a_heading_for_each_task(capsys):
+    with pytest.raises(SystemExit):
+        prepare.main(['--help'])
+    headings = [line.strip() for line in capsys.readouterr().out.split('settings')[1].splitlines()
+                if line and not line.startswith(('  --', ','))]
+    assert headings == ['text, openwebtext, proofwriter, mnli', 'openwebtext', 'licensing', 'rulebase']
 
 
 @pytest.mark.parametrize('words, env, message', [

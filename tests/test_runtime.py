@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ SCRIPT = '''"""A script of three lines.
 """
 import os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
-from runtime import StopSignal, all_sum, configure, finish, launch, open_run, result, Log
+from runtime import StopSignal, all_sum, configure, finish, launch, main_first, open_run, result, Log
 
 DEFAULTS = dict(
     # model
@@ -36,7 +37,7 @@ DEFAULTS = dict(
 PRESETS = {{'tiny': dict(n_layer=2, lr=1e-3)}}
 
 if __name__ == '__main__':
-    config = configure(__file__, DEFAULTS, PRESETS)
+    config = configure(__file__, DEFAULTS, rows=dict(preset=PRESETS))
     run = launch(config['device'])
     stop = StopSignal()
     folder = open_run('toy', config, run)
@@ -51,7 +52,12 @@ if __name__ == '__main__':
         open_run('toy', {{**config, 'out_dir': str(folder)}}, run)  # is taken by now
     except SystemExit as end:
         refused = end.code
-    facts = dict(rank=run.rank, step=step, signum=signum, refused=refused, folder=str(folder))
+    told = main_first(run, lambda: [run.rank, step])
+    try:
+        main_first(run, lambda: int('what only rank 0 tries'))
+    except SystemExit as end:
+        failed = end.code
+    facts = dict(rank=run.rank, step=step, signum=signum, refused=refused, folder=str(folder), told=told, failed=failed)
     pathlib.Path(f'rank{{run.rank}}.json').write_text(__import__('json').dumps(facts))
     result(sums=all_sum(run.rank + 1, 0.1), loss=float('nan'), third=1 / 3)
     finish()
@@ -71,8 +77,8 @@ def toy(tmp_path):
     path = tmp_path / 'train_toy.py'
     path.write_text(SCRIPT)
     names = runpy.run_path(str(path))
-    return lambda *words, **more: runtime.configure(path, names['DEFAULTS'], names['PRESETS'],
-                                                    {'ffn': ['gelu', 'nc']}, argv=words, **more)
+    return lambda *words, **more: runtime.configure(path, names['DEFAULTS'], {'ffn': ['gelu', 'nc']},
+                                                    {'preset': names['PRESETS']}, argv=words, **more)
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_2(toy, fails, word
 
 
 def test_a_script_without_presets_knows_no_preset(fails):
-    assert runtime.configure('x.py', {'n': 1}, argv=[]) == {'n': 1, 'preset': ''}
+    assert runtime.configure('x.py', {'n': 1}, argv=[]) == {'n': 1}
     fails(lambda: runtime.configure('x.py', {'n': 1}, argv=['--preset=tiny']), 'unknown key --preset')
 
 
@@ -226,6 +232,15 @@ def test_resume_starts_from_the_saved_settings(toy, tmp_path, fails):
         fails(lambda: toy('--resume', '--out_dir=latest'), 'config.json')
 
 
+@pytest.mark.parametrize('key', ['max_steps', 'epochs'])
+def test_resume_is_for_training(tmp_path, fails, key):
+    (tmp_path / 'x').mkdir()
+    (tmp_path / 'x/config.json').write_text(json.dumps({key: 3}))
+    configure = lambda *words: runtime.configure('x.py', {key: 1, 'out_dir': '', 'resume': False}, argv=words)
+    assert configure('--resume', '--out_dir=x')[key] == 3
+    fails(lambda: configure('--resume', '--out_dir=x', f'--{key}=0'), f'{key}=0: --resume continues', 'at least 1')
+
+
 @pytest.mark.parametrize('form', ['dict(...)', '{...}'])
 def test_help_is_the_docstring_and_each_key_with_its_comment(tmp_path, capsys, form):
     path = tmp_path / 'x.py'
@@ -233,7 +248,8 @@ def test_help_is_the_docstring_and_each_key_with_its_comment(tmp_path, capsys, f
             '{...}': "{\n    # size\n    'n': 3,  # how '#' many\n    'on': True, 's': '#',\n}"}[form]
     path.write_text(f'"""Manual."""\nOTHER = {{"n": 1}}\nDEFAULTS = {body}\n')
     with pytest.raises(SystemExit) as end:
-        runtime.configure(path, dict(n=3, on=True, s='#'), {'tiny': {'n': 1, 'on': False}}, argv=['--bad', '--help'])
+        runtime.configure(path, dict(n=3, on=True, s='#'), rows=dict(preset=dict(tiny=dict(n=1, on=False))),
+                          argv=['--bad', '--help'])
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert not end.value.code
     assert lines == [['Manual.'], ['settings,', '--key=value:'], ['size'], ['--n=3', 'how', "'#'", 'many'], ['--on=on'],
@@ -293,7 +309,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path, fails, name):
 
 def test_overwrite_removes_the_run_and_nothing_else(tmp_path, fails):
     (tmp_path / 'x/sub').mkdir(parents=True)
-    for name in ('config.json', 'log.jsonl', 'last.pt', 'best.pt', 'last.pt.tmp', 'notes.txt', 'sub/last.pt'):
+    for name in ('config.json', 'log.jsonl', 'last.pt', 'best.pt', 'last.pt.7.tmp', 'notes.txt', 'sub/last.pt'):
         (tmp_path / 'x' / name).write_text('old')
     (tmp_path / 'x/step.pt').mkdir()
     before = contents(tmp_path)
@@ -319,6 +335,37 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, fails, monkeypatch):
     for mode in ('resume', 'overwrite'):
         fails(lambda: runtime.open_run('lm', {**CONFIG, 'out_dir': 'x', mode: True}, ALONE), 'not writable')
     assert (tmp_path / 'x/last.pt').read_text() == 'precious'
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_until_it_ends(tmp_path):
+    code = ('import sys; sys.path.insert(0, sys.argv[1]); import runtime; '
+            'runtime.open_run("lm", dict(out_dir="x", resume=sys.argv[2] == "resume", overwrite=True), '
+            'runtime.launch("cpu"))')
+    other = lambda mode: shell('-c', code, os.path.dirname(runtime.__file__), mode, cwd=tmp_path)
+    runtime.open_run('lm', {**CONFIG, 'out_dir': 'x'}, ALONE)
+    before = contents(tmp_path)
+    for mode in ('resume', 'overwrite'):
+        done = other(mode)
+        assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1), done.stderr
+        assert 'another process trains in x' in done.stderr and contents(tmp_path) == before
+    runtime.open_run('lm', {**CONFIG, 'out_dir': 'x', 'resume': True}, ALONE)       # itself may come back
+    runtime.open_run('lm', {**CONFIG, 'out_dir': 'y'}, ALONE)
+    assert other('resume').returncode == 0
+
+
+def test_without_locks_in_the_file_system_there_is_none(monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(runtime.fcntl, 'flock', refuses)
+    assert runtime.open_run('lm', {**CONFIG, 'out_dir': 'x'}, ALONE).name == 'x'
+
+
+def test_a_resumed_run_clears_away_what_a_kill_left_of_a_save(tmp_path):
+    runtime.open_run('lm', {**CONFIG, 'out_dir': 'x'}, ALONE)
+    for name in ('last.pt.7.tmp', 'last.pt', 'my.tmp'):
+        (tmp_path / 'x' / name).touch()
+    runtime.open_run('lm', {**CONFIG, 'out_dir': 'x', 'resume': True}, ALONE)
+    assert {path.name for path in (tmp_path / 'x').iterdir()} == {'config.json', 'last.pt', 'my.tmp'}
 
 
 def test_latest_is_the_newest_checkpoint_not_the_newest_folder(tmp_path, fails):
@@ -440,6 +487,21 @@ def test_a_bug_in_the_state_leaves_the_old_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['last.pt']
 
 
+def test_two_processes_never_write_one_temporary_file(tmp_path):
+    names = []
+    runtime.replace_file(tmp_path / 'x', lambda file: names.extend(path.name for path in tmp_path.iterdir()))
+    assert names == [f'x.{os.getpid()}.tmp'] and [path.name for path in tmp_path.iterdir()] == ['x']
+
+
+def test_a_checkpoint_cut_short_is_called_damaged(tmp_path, fails):
+    path = tmp_path / 'last.pt'
+    runtime.save_checkpoint(path, STATE)
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 4300):
+        path.write_bytes(whole[:size])
+        fails(lambda: runtime.load_checkpoint(path), path, 'damaged', 'another', '--overwrite')
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ('harmed',)
@@ -474,6 +536,126 @@ def test_weights_of_another_model_name_the_first_mismatch(fails):
     assert (module.weight == 1).all(), 'a refused file changes nothing'
 
 
+def test_a_run_of_other_settings_is_named_before_its_optimizer_is_read(tmp_path, fails):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save = lambda **more: runtime.save_checkpoint('last.pt', dict(
+        model=model.state_dict(), optimizer=optimizer.state_dict(), config=dict(a=1, b=False), step=5) | more)
+    restore = lambda model=model, **config: runtime.restore(
+        'last.pt', model, optimizer, dict(a=1, b=False) | config, 'cpu', loop=('step',), same=('a', 'b'), own=())
+    save()
+    assert restore() == [5]
+    fails(lambda: restore(b=True), 'last.pt', 'with b=off, not on')
+    save(optimizer={'state': {}, 'param_groups': []}, model={})
+    fails(lambda: restore(a=2), 'last.pt', 'with a=1, not 2')
+    fails(restore, 'weight is absent')
+    save(optimizer={'state': {}, 'param_groups': []})
+    fails(restore, 'last.pt', 'damaged')
+    for config in ([1], {'a': 1}, None):
+        save(config=config)
+        fails(restore, 'last.pt', 'damaged')
+
+
+# ---- signals
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_an_interruptible_block_is_one_line(fails, signum):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    tidied = []
+
+    def block():
+        with runtime.interruptible('nothing was changed'):
+            try:
+                os.kill(os.getpid(), signum)
+                signal.pause()
+            finally:
+                tidied.append(signum)
+    fails(block, 'error: interrupted: nothing was changed', status=128 + signum)
+    assert tidied == [signum] and (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# ---- studies
+
+@pytest.fixture
+def study():
+    """study(**settings) -> results of two rows with each seed; study.trained: the settings of what was trained."""
+    def call(rows=('a', 'b, c'), **settings):
+        def train(settings, run, stop):
+            runtime.open_run('trial', settings, run)
+            call.trained.append(settings)
+            return dict(val_loss=settings['lr'])
+        config = CONFIG | dict(seeds='1,2', lr=0.5, max_steps=3, compare='all', boundary=True) | settings
+        return runtime.study('trial', {row: {} for row in rows}, config, ALONE, None, train,
+                             lambda outcome, *_: outcome)
+    call.trained = []
+    return call
+
+
+def test_a_study_of_no_steps_is_refused(study, tmp_path, fails):
+    for key in ('max_steps', 'epochs'):
+        fails(lambda: study(**{key: 0}), f'{key}=0', 'at least 1')
+    assert not list(tmp_path.iterdir()) and not study.trained
+
+
+def test_a_study_has_its_own_folders(study, tmp_path, fails):
+    for words in (dict(out_dir='x'), dict(overwrite=True)):
+        fails(lambda: study(**words), 'out/trial', '--out_dir', '--overwrite')
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_run_of_a_study_has_the_settings_to_go_on_alone(study, tmp_path):
+    study()
+    for settings in study.trained:
+        assert (settings['compare'], settings['boundary'], settings['resume']) == ('', False, False)
+    saved = json.loads((tmp_path / 'out/trial/b-c-seed2/config.json').read_text())
+    assert (saved['compare'], saved['boundary'], saved['seed'], saved['lr']) == ('', False, 2, 0.5)
+    (tmp_path / 'out/trial/a-seed1/result.json').unlink()
+    (tmp_path / 'out/trial/a-seed1/config.json').write_text(json.dumps(
+        saved | dict(seed=1, compare='all', out_dir='out/trial/a-seed1')))
+    study(compare='a')
+    assert len(study.trained) == 5 and study.trained[-1]['resume'], 'which rows were asked for does not matter'
+
+
+@pytest.mark.parametrize('name, content', [
+    ('config.json', None), ('config.json', '{"lr": 0.'), ('config.json', '[]'), ('result.json', ''),
+    ('result.json', '{"val_loss"'), ('result.json', '[1]')])
+def test_a_damaged_file_of_a_study_is_named_and_left(study, tmp_path, fails, name, content):
+    study()
+    path = tmp_path / 'out/trial/a-seed2' / name
+    path.unlink() if content is None else path.write_text(content)
+    before = contents(tmp_path)
+    fails(study, f'cannot read out/trial/a-seed2/{name}', 'move out/trial/a-seed2 away')
+    assert contents(tmp_path) == before and len(study.trained) == 4
+
+
+def test_results_that_cannot_be_written_are_known_before_the_training(study, tmp_path, fails, monkeypatch):
+    (tmp_path / 'results').write_text('precious')
+    fails(study, 'cannot save results', status=1)
+    (tmp_path / 'results').unlink()
+    monkeypatch.setattr(os, 'access', lambda path, mode: path.name != 'results')
+    fails(study, 'cannot save results: it is not writable', status=1)
+    assert not study.trained and not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('seeds', ['1,1', '-1', '1,4294967296', '', '1,', 'x', '1 2', '01,1'])
+def test_seeds_are_different_numbers_that_a_generator_takes(study, tmp_path, fails, seeds):
+    fails(lambda: study(seeds=seeds), f'seeds={seeds}:', 'from 0 to 4294967295')
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_ends_of_the_range_are_seeds():
+    assert runtime.seeds_of('4294967295,0') == [4294967295, 0]
+    for seed in runtime.seeds_of('4294967295,0'):
+        np.random.RandomState(seed), np.random.default_rng(seed), torch.manual_seed(seed)
+
+
+def test_one_seed_is_checked_like_many(fails):
+    configure = lambda seed: runtime.configure('x.py', dict(seed=1), argv=[f'--seed={seed}'])
+    assert configure(0)['seed'] == 0 and configure(4294967295)['seed'] == 4294967295
+    for seed in (-1, 4294967296, 10 ** 18):
+        fails(lambda: configure(seed), f'seed={seed}:', 'no negative number, and at most 4294967295')
+
+
 # ---- result, and whole runs
 
 def test_the_result_is_one_strict_json_line_from_rank_0(capsys, monkeypatch):
@@ -494,7 +676,7 @@ def shell(*words, cwd):
 def test_the_first_signal_is_a_wish_and_the_second_is_the_end(toy, tmp_path):
     done = shell('train_toy.py', '--device=cpu', cwd=tmp_path)
     assert done.returncode == -signal.SIGTERM, done.stderr
-    assert done.stderr.count('\n') == 1 and 'already holds a run' in done.stderr
+    assert done.stderr.count('\n') == 2 and 'already holds a run' in done.stderr and 'rank 0 tries' in done.stderr
     values, again = done.stdout.splitlines()
     assert json.loads(values) == dict(sums=[1, 0.1], loss=None, third=0.333333) and again == 'again'
     facts = json.loads((tmp_path / 'rank0.json').read_text())
@@ -512,10 +694,11 @@ def test_two_processes_share_the_folder_the_sums_and_the_step_of_the_stop(toy, t
                  cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == dict(sums=[3, 0.2], loss=None, third=0.333333)
-    assert done.stderr.count('error: ') == 1
+    assert done.stderr.count('error: ') == 2 and done.stderr.count('rank 0 tries') == 1
     facts = [json.loads((tmp_path / f'rank{rank}.json').read_text()) for rank in (0, 1)]
     for fact in facts:
         assert (fact['step'], fact['signum'], fact['refused']) == (3, signal.SIGTERM, 2)
+        assert fact['told'] == [0, 3] and fact['failed'] == 2
     assert facts[0]['folder'] == facts[1]['folder']
     assert [json.loads(line)['step'] for line in open(tmp_path / facts[0]['folder'] / 'log.jsonl')] == [0, 1, 2, 3]
     assert json.loads((tmp_path / facts[0]['folder'] / 'config.json').read_text())['world'] == 2

@@ -193,6 +193,11 @@ REFUSED = {
     'no end': (lambda folder: hf_file(folder, dict(bos_token='<|user|>'), added_tokens=[
         dict(id=1, content='<|user|>', special=True)]), 'eos_token is None'),
     'an unknown pad': (lambda folder: hf_file(folder, dict(pad_token='<|what|>')), "pad_token is '<.what.>'"),
+    'an id as text': (lambda folder: hf_file(folder, model=dict(vocab=dict(a='1', b=2), merges=[])), "id is '1'"),
+    'a negative id': (lambda folder: hf_file(folder, model=dict(vocab=dict(a=1, b=-2), merges=[])), 'id is -2'),
+    'a special id of null': (lambda folder: hf_file(folder, added_tokens=[
+        dict(id=i, content=name) for i, name in ((1, '<|begin_of_text|>'), (2, '<|end_of_text|>'), (None, 'x'))]),
+        'id is None'),
     'damaged names': (lambda folder: write('tokenizer_config.json', '{')(hf_file(folder)), 'config.json is no JSON'),
 }
 

@@ -55,7 +55,8 @@ def data(tmp_path_factory):
 
 
 def configure(*words):
-    return runtime.configure(train_lm.__file__, train_lm.DEFAULTS, train_lm.PRESETS, train_lm.CHOICES, argv=words)
+    return runtime.configure(train_lm.__file__, train_lm.DEFAULTS, train_lm.CHOICES,
+                             dict(preset=train_lm.PRESETS), argv=words)
 
 
 @pytest.fixture(scope='module')
@@ -447,7 +448,7 @@ def watched_gradients(net, model, ids, step, config, run):
 
 def watched_save(state, file):
     save(state, file)
-    if os.environ['WHEN'] == 'save' and state['step'] > 5 and file.name.endswith('last.pt.tmp'):
+    if os.environ['WHEN'] == 'save' and state['step'] > 5 and 'last.pt' in file.name:
         file.truncate(2000)
         come()
 
@@ -508,10 +509,10 @@ def test_kill_9_costs_the_steps_since_the_last_save(drive, train, whole, when):
     """Between two saves, and in the middle of one, which leaves half a file under another name."""
     assert drive(when, 'SIGKILL').returncode == -signal.SIGKILL
     assert saved('x')['step'] == 5 and len(records('x')) > 7
-    assert Path('x/last.pt.tmp').exists() == (when == 'save')
+    assert len(list(Path('x').glob('*.tmp'))) == (when == 'save')
     train('--resume', '--out_dir=x')
     assert_same_run('x', whole)
-    assert not Path('x/last.pt.tmp').exists()
+    assert not list(Path('x').glob('*.tmp'))
 
 
 def test_two_processes_take_the_steps_of_one(whole, data):
@@ -802,6 +803,18 @@ def test_a_study_of_a_text_has_its_own_name_and_no_empty_columns(small, monkeypa
     table = Path('results', 'compare_licensing_shuffled.md').read_text()
     assert 'half-life' not in table and '| nc |' in table and '| gelu |' in table and 'val loss' in table
     assert list(Path('out').iterdir()) == [Path('out/compare_licensing_shuffled')]
+
+
+def test_a_comparison_with_a_run_that_diverged_is_one_line(small):
+    status, _, err = small('--ffn=gelu', '--quant=off', '--compare=gelu,nc', '--seeds=7', '--lr=1e30', '--grad_clip=0')
+    assert status == 3 and 'Traceback' not in err and not Path('results/compare.md').exists()
+    assert err.splitlines()[-1].startswith('error: gelu diverged with seed 7 at step 1,')
+
+
+def test_data_that_cannot_be_made_are_one_line(main):
+    Path('file').touch()
+    status, out, err = main(*SMALL, '--data_dir=file')
+    assert (status, out, err.count('\n')) == (2, '', 1) and 'cannot write file/licensing' in err
 
 
 def test_a_study_is_for_one_process(data, capsys):
