@@ -156,6 +156,7 @@ class LogicLayer(nn.Module):
 
         if self.axis == 'quant':
             before = windows(quantify(u_BSJ, self.decay, mask_BS), 2, 'inter')
+            # of a window over the quantifier's values the earlier one, what it said before this token
             operands = [torch.cat([q_BSGC[..., :1], u_BSGC], dim=-1)
                         for q_BSGC, u_BSGC in zip(before, windows(u_BSJ, 1, 'inter'))]
         else:

@@ -310,9 +310,9 @@ class GPT(nn.Module):
         return dict(zip(('layer', 'half_life', 'write_norm', 'exists'), map(torch.cat, zip(*rows)))) if rows else None
 
     def memory(self):
-        """How long quantifiers remember, a dict: median half-life (tokens) of the existential units, of the fifth of them
-        that writes most, and of the proportion units; and latches, units of either sort with a half-life beyond the
-        context. Empty without quantifiers.
+        """How long quantifiers remember, a dict: median half-life (tokens) of the existential units, of the fifth of
+        them that writes most, and of the proportion units; and latches, units of either sort with a half-life beyond
+        the context. Empty without quantifiers.
         """
         units = self.quantifier_units()
         if units is None:

@@ -12,8 +12,8 @@
 
 FOLDER is a Llama of HF or of Meta; without one a Llama of the given shape starts from scratch on the words of the
 training split. A variant is a row of model.VARIANTS, and each key of a row can be given for itself. --preset=fair is
-the paper's run with what it says it would change: logic modules in fp32, eq 17 as printed, a control that matches; on
-a CPU, --preset=tiny --logic_dtype=float32 --residual=state --control=matched. --count_params counts Llama 3.1's
+the paper's run with what this repository would change: logic modules in fp32, eq 17 as printed, a control that matches;
+on a CPU, --preset=tiny --logic_dtype=float32 --residual=state --control=matched. --count_params counts Llama 3.1's
 vocabulary for every shape, and adds a line for logic keys given beside the variants.
 
 batch_size counts the examples of a step over all processes; a step's examples are a function of (seed, step). A loss
@@ -131,7 +131,7 @@ ROWS = dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS)
 CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS))
 # differences that the paper tests, over the runs of a seed: the first minus the second
 PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
-         ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'),
+         ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'), ('inter8', 'intra8'),
          ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
          ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('quant', 'inter8'), ('quant', 'nogate'),
          ('inter8_fp32', 'inter8'))
@@ -218,7 +218,7 @@ def measure(model, examples, pad, config, run):
     names = [*sorted(set(groups)), *sorted(set(tasks))]
     count = {name: [0, 0] for name in names}                    # right, all
     layers, gates = len(model.llama.layers), 3 * config['gates']
-    loss, tokens, sums = 0.0, 0, torch.zeros(layers * gates + 2 if config['branch'] == 'routed' else 0)
+    loss, tokens, sums = 0.0, 0, torch.zeros((layers * gates + 2) if config['branch'] == 'routed' else 0)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i]['ids']))
     batches = [order[i:i + config['eval_batch']] for i in range(0, len(order), config['eval_batch'])]
     model.eval()

@@ -371,24 +371,24 @@ def compare(config, run, stop):
 
     shown = [row for row in ('gelu', 'nc', 'nc+quant') if row in results]
     curves = {row: [r['curve'] for r in results[row]] for row in shown}
-    of = lambda row, key: np.array([[point[key] for point in curve] for curve in curves[row]])     # seeds, steps
+    history = lambda row, key: np.array([[point[key] for point in curve] for curve in curves[row]])    # seeds, steps
     steps = [point['step'] for point in curves['gelu'][0]]
 
     def draw(left, right):
         for color, row in zip(COLORS, shown):
-            axes = {right: of(row, 'val_loss')}
-            axes[left] = of(row, 'licensing_accuracy') if config['dataset'] == 'licensing' else 100 * np.expm1(
-                axes[right] - of('gelu', 'val_loss'))
+            axes = {right: history(row, 'val_loss')}
+            axes[left] = history(row, 'licensing_accuracy') if config['dataset'] == 'licensing' else 100 * np.expm1(
+                axes[right] - history('gelu', 'val_loss'))
             for axis, values in axes.items():
                 axis.plot(steps, values.T, color=color, alpha=0.25, lw=1)
                 axis.plot(steps, values.mean(0), color=color, lw=2, label=row)
-        left.set(xlabel='step', ylabel='perplexity over that of gelu with the same seed, %', xlim=(0, steps[-1]))
-        right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=(0, steps[-1]))
+        left.set(xlabel='step', ylabel='perplexity over gelu, %', xlim=(0, steps[-1]))
+        floor = min(history(row, 'val_loss')[:, -1].min() for row in shown)
+        right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=(0, steps[-1]), ylim=(floor, floor + 0.6))
         if config['dataset'] == 'licensing':
             early = (0, steps[-1] / 2)                          # the paper's difference is one of the first epoch
             left.set(ylabel='licensing accuracy, held-out pairs', xlim=early, ylim=(0.45, 1.01))
-            floor = min(of(row, 'val_loss')[:, -1].min() for row in shown)
-            right.set(xlim=early, ylim=(floor, floor + 0.6))
+            right.set(xlim=early)
         left.legend()
 
     header = ['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life, exists',

@@ -146,7 +146,7 @@ def test_two_nc_layers_compute_the_parity_of_four_bits():
     write_xor(stack.ffns[0], pair=1, source=(2, 3), target=1)           # x3 xor x4 is feature 1
     write_xor(stack.ffns[1], pair=0, source=(0, 1), target=0)           # layer 2 needs one
     torch.testing.assert_close(logits_of(stack, 4), parity.parity(all_inputs(4)) - 0.5)
-    assert solved(lambda params, x: stack(x)[None], dict(stack.named_parameters()), 4, None).tolist() == [True]
+    assert solved(lambda weights, x: stack(x)[None], torch.zeros(1, 0), 4, None).tolist() == [True]
     with torch.no_grad():
         stack.ffns[0].up.bias[1] = -60.0                 # the second pair's A turns into its B, and B*(1-B) is 0
     right = (logits_of(stack, 4) > 0) == (parity.parity(all_inputs(4)) > 0)
@@ -226,26 +226,26 @@ def test_initial_weights_have_the_scale_that_is_asked_for():
 
 def oracle(wrong):
     """As start()'s forward: a model for each item of `wrong`, right but on the input of that number (None: on all)."""
-    def forward(params, bits):
+    def forward(weights, bits):
         number = (bits.double() @ 2.0 ** torch.arange(bits.size(1), dtype=torch.float64)).long()
         right = torch.where(parity.parity(bits) > 0, 1.0, -1.0)
         answers = [right if at is None else torch.where(number == at, -right, right) for at in wrong]
         return torch.stack(answers)[..., None]
-    return forward, {'p': torch.zeros(len(wrong))}
+    return forward, torch.zeros(len(wrong), 0)
 
 
 def test_a_model_that_is_wrong_on_one_input_has_not_solved_it():
     """Wherever it is: 2^13 inputs are two blocks of 4,096."""
     assert solved(*oracle([0, 1, 4095, 4096, 8191, None]), 13, None).tolist() == [False] * 5 + [True]
     assert solved(*oracle([2 ** 16 - 1, 54321, None]), 16, None).tolist() == [False, False, True]
-    silent = lambda params, bits: torch.zeros(1, len(bits), 1)
-    assert solved(silent, {'p': torch.zeros(1)}, 1, None).tolist() == [False]
+    silent = lambda weights, bits: torch.zeros(1, len(bits), 1)
+    assert solved(silent, torch.zeros(1, 0), 1, None).tolist() == [False]
 
 
 def test_above_16_bits_each_check_draws_65536_inputs_anew():
     seen = []
 
-    def forward(params, bits):
+    def forward(weights, bits):
         seen.append(bits)
         wrong_on_a_thousandth = torch.where((bits[:, :10] == 1).all(dim=1), -1.0, 1.0)
         right = torch.where(parity.parity(bits) > 0, 1.0, -1.0)
@@ -253,7 +253,7 @@ def test_above_16_bits_each_check_draws_65536_inputs_anew():
 
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        assert solved(forward, {'p': torch.zeros(2)}, 20, generator).tolist() == [True, False]
+        assert solved(forward, torch.zeros(2, 0), 20, generator).tolist() == [True, False]
     first, second = torch.cat(seen).split(2 ** 16)
     assert first.shape == second.shape == (2 ** 16, 20) and (first != second).any(dim=1).float().mean() > 0.99
     assert first.unique().tolist() == [0, 1] and first.mean(dim=0).sub(0.5).abs().max() < 0.02
@@ -278,7 +278,7 @@ def alone(config, point, seed):
             if ((logits_of(stack, n) > 0) == (parity.parity(bits) > 0)).all():
                 solved_at = step
         if step == config['steps']:
-            return solved_at, dict(stack.named_parameters())
+            return solved_at, torch.nn.utils.parameters_to_vector(stack.parameters())
         x = bits
         if 2 ** n > config['batch_size']:
             x = torch.randint(0, 2, (seeds, config['batch_size'], n), generator=generator).float()[seed]
@@ -305,15 +305,12 @@ def test_stacked_or_one_by_one_is_the_same(settings, monkeypatch):
     kept, start = {}, parity.start
     monkeypatch.setattr(parity, 'start', lambda *args, **options: kept.setdefault('start', start(*args, **options)))
     solved_at = train(config, POINTS, wanted=3)                         # more than there are seeds: all steps
-    _, params, lr_M = kept['start']
-    assert lr_M.tolist() == pytest.approx([0.003, 0.003, 0.03, 0.03, 0.01, 0.01])
-    assert solved_at.shape == (3, 2)
+    _, weights_MP, _ = kept['start']
+    assert solved_at.shape == (3, 2) and len(weights_MP) == 6
     for m, (point, seed) in enumerate(itertools.product(POINTS, range(2))):
-        step, weights = alone(config, point, seed)
+        step, weights_P = alone(config, point, seed)
         assert solved_at[POINTS.index(point), seed] == step
-        assert set(weights) == set(params)
-        for name, weight in weights.items():
-            torch.testing.assert_close(params[name][m], weight, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(weights_MP[m], weights_P, atol=1e-5, rtol=1e-5)
 
 
 def test_models_that_solve_it_do_so_at_steps_of_their_own():
@@ -349,6 +346,7 @@ def planted(monkeypatch):
     trained = []
 
     def fake_train(config, points, wanted, device):
+        assert wanted == 4                                              # half of the seeds: then it may end
         trained.append((config['ffn'], config['depth'], config['width'], config['n']))
         solved_at = torch.full((len(points), config['n_seeds']), -1)
         count = 4 if config['n'] <= FRONTIER[trained[-1][:3]] else 3
@@ -414,8 +412,8 @@ def test_a_stopped_sweep_goes_on_trial_by_trial(main, planted, monkeypatch):
         status, result, error = main(*SWEEP)
         if status == 0:
             break
-        assert status == 130 and error.splitlines()[-1].endswith('interrupted; the same command goes on from there')
-        assert not Path('results').exists()
+        assert status == 130 and error.splitlines()[-1].endswith('interrupted: the same command goes on from there')
+        assert list(Path('results').iterdir()) == []
     assert count == len(stops) == len(finished) == len(set(finished))
     assert result['largest']['nc, depth 2, width 8'] == 5
     main(*SWEEP)
@@ -443,8 +441,8 @@ def test_a_sweep_of_another_grid_is_refused(main, planted):
     main(*SWEEP)
     before, trainings = Path('out/parity/parity.json').read_bytes(), len(planted)
     status, _, error = main(*SWEEP, '--weight_decay=0.1')
-    assert status == 2 and error == ('error: out/parity/parity.json is a sweep of another grid (weight_decay=0.0, not '
-                                     '0.1): move it away to begin anew\n')
+    assert status == 2 and error == ('error: out/parity/parity.json was made with weight_decay=0.0, not 0.1: move it '
+                                     'away to begin anew\n')
     assert Path('out/parity/parity.json').read_bytes() == before and len(planted) == trainings
 
 
@@ -456,6 +454,45 @@ def test_a_damaged_sweep_is_refused(main, planted, content):
     status, _, error = main(*SWEEP)
     assert status == 2 and len(error.splitlines()) == 1 and error.endswith('move it away to begin anew\n')
     assert path.read_bytes() == content.encode('latin1') and planted == []
+
+
+def changed(content, path, value):
+    """content with the item at path, a list of keys, replaced, or removed for value None."""
+    *way, last = path
+    place = content
+    for key in way:
+        place = place[key]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return content
+
+
+TRIAL = 'nc, depth 1, width 8, n=5'
+
+
+DAMAGED_TRIALS = [
+    ([TRIAL], 7), ([TRIAL], 'text'), ([TRIAL], []), ([TRIAL], {}),
+    ([TRIAL, 'solved_at'], None), ([TRIAL, 'solved_at'], 3), ([TRIAL, 'solved_at'], {}),
+    ([TRIAL, 'solved_at', 2], None), ([TRIAL, 'solved_at', 2], [1, 2]), ([TRIAL, 'solved_at', 2], '12345678'),
+    ([TRIAL, 'solved_at', 2, 3], 'x'), ([TRIAL, 'solved_at', 2, 3], 1.5), ([TRIAL, 'solved_at', 2, 3], 10 ** 30),
+    ([TRIAL, 'seconds'], None), ([TRIAL, 'seconds'], 'x'), ([TRIAL, 'seconds'], []), ([TRIAL, 'seconds'], -1.0),
+]
+
+
+def test_a_damaged_trial_is_refused(main, planted):
+    main(*SWEEP)
+    file, trainings = Path('out/parity/parity.json'), len(planted)
+    whole = file.read_text()
+    assert TRIAL in json.loads(whole)['cells']
+    for path, value in DAMAGED_TRIALS:
+        file.write_text(json.dumps(changed(json.loads(whole), ['cells', *path], value)))
+        before = file.read_bytes()
+        status, _, error = main(*SWEEP)
+        assert status == 2 and error == (f'error: {file} is none of parity.py --sweep, or is damaged: move it away to '
+                                         'begin anew\n'), (path, value)
+        assert file.read_bytes() == before and len(planted) == trainings
 
 
 def test_each_point_of_the_grid_by_itself(main, monkeypatch):
@@ -490,6 +527,37 @@ def test_each_point_of_the_grid_by_itself(main, monkeypatch):
     assert {path.stem for path in Path('results').iterdir()} == {'parity_fixed', 'parity_fixed_plain'}
 
 
+def test_fixed_goes_on_trial_by_trial(main, monkeypatch):
+    """Stopped in each training once, it does every training once; another grid is refused."""
+    finished, stops = [], []
+
+    def stopped_the_first_time(config, points, wanted, device):
+        key = config['ffn'], config['width'], config['n']
+        if key not in stops:
+            stops.append(key)
+            raise KeyboardInterrupt
+        finished.append(key)
+        return torch.full((len(points), config['n_seeds']), 25 if config['n'] == 6 else -1)
+
+    monkeypatch.setattr(parity, 'train', stopped_the_first_time)
+    monkeypatch.setitem(parity.FIXED, 'widths', (8,))
+    for _ in range(6):
+        status, _, error = main('--fixed')
+        assert status == 130 and error.splitlines()[-1] == 'error: interrupted: the same command goes on from there'
+        assert list(Path('results').iterdir()) == []
+    assert main('--fixed')[0] == 0 and main('--fixed')[0] == 0
+    assert stops == finished == [*itertools.product(parity.FIXED['kinds'], (8,), (6, 8))]
+    written = json.loads(Path('results/parity_fixed.json').read_text())
+    assert [row['solved'] for row in written['counts']] == [[8] * 18, [0] * 18] * 3
+    status, _, error = main('--fixed', '--seed=2')
+    assert status == 2 and error.startswith('error: out/parity/parity_fixed.json was made with seed=1, not 2')
+    kept = Path('out/parity/parity_fixed.json')
+    first = ['cells', 'gelu, depth 1, width 8, n=6', 'solved_at', 0, 0]
+    kept.write_text(json.dumps(changed(json.loads(kept.read_text()), first, '25')))
+    status, _, error = main('--fixed')
+    assert status == 2 and len(error.splitlines()) == 1 and 'is damaged' in error
+
+
 def test_a_real_sweep_in_small(main, monkeypatch):
     """Nothing planted: bilinear without normalisation, two seeds, ends at 2 bits at depth 1."""
     for key, value in dict(depths=(1,), widths=(8, 12), largest=3, lrs=(0.01, 0.03), init_scales=(1.0,)).items():
@@ -520,8 +588,72 @@ def test_the_dynamics_are_drawn_and_written(main, monkeypatch):
         for point in curve:
             for key in ('train', 'held_out', 'saturation', 'two_operand'):
                 assert len(point[key]) == 3 and all(0 <= value <= 1 for value in point[key])
-        assert result[name]['accuracy, train'][-1] == pytest.approx(sum(curve[-1]['train']) / 3, abs=1e-5)
+        mean = lambda point, key: pytest.approx(sum(point[key]) / 3, abs=1e-5)
+        assert result[name]['start']['held_out'] == mean(curve[0], 'held_out')
+        assert result[name]['end']['train'] == mean(curve[-1], 'train')
     assert Path('results/parity_dynamics.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_dynamics_name_start_end_and_the_most_saturated_between(main, monkeypatch):
+    """Means over the seeds; what one seed alone saturates most is not what counts."""
+    saturations = [[0.0, 0.1], [0.5, 0.5], [0.9, 0.0], [0.4, 0.3]]
+    curve = [dict(step=10 * i, train=[i / 4, 0.0], held_out=[0.0, 0.0], saturation=saturation, two_operand=[1.0, i / 4])
+             for i, saturation in enumerate(saturations)]
+    monkeypatch.setattr(parity, 'DYNAMICS', SHORT)
+    monkeypatch.setattr(parity, 'dynamics_of', lambda *args: curve)
+    points = main('--dynamics', '--n_seeds=2')[1]['parity of 4 bits']
+    assert {name: (point['step'], point['saturation'], point['train'], point['two_operand'])
+            for name, point in points.items()} == {
+        'start': (0, 0.05, 0, 0.5), 'most_saturated': (10, 0.5, 0.125, 0.625), 'end': (30, 0.35, 0.375, 0.875)}
+
+
+def test_the_dynamics_go_on_task_by_task(main, monkeypatch):
+    monkeypatch.setattr(parity, 'DYNAMICS', SHORT)
+    words, trained, dynamics_of = ('--dynamics', '--n_seeds=2', '--d_model=8'), [], parity.dynamics_of
+
+    def stopped_in_the_second(settings, *args):
+        trained.append('n' if 'n' in settings else 'modulus')
+        if trained == ['n', 'modulus']:
+            raise KeyboardInterrupt
+        return dynamics_of(settings, *args)
+
+    monkeypatch.setattr(parity, 'dynamics_of', stopped_in_the_second)
+    status, _, error = main(*words)
+    assert status == 130 and error.splitlines()[-1] == 'error: interrupted: the same command goes on from there'
+    resumed = main(*words)[1]
+    assert trained == ['n', 'modulus', 'modulus'] and not Path('out/parity/parity_dynamics_plain.json').exists()
+    curves = json.loads(Path('results/parity_dynamics.json').read_text())['curves']
+    Path('out/parity/parity_dynamics.json').unlink()
+    assert main(*words)[1] == resumed and trained[3:] == ['n', 'modulus']
+    assert json.loads(Path('results/parity_dynamics.json').read_text())['curves'] == curves
+    assert main(*words, '--norm=off')[0] == 0 and Path('results/parity_dynamics_plain.json').exists()
+    status, _, error = main(*words, '--n_seeds=3')
+    assert status == 2 and 'parity_dynamics.json was made with n_seeds=2, not 3' in error
+
+
+DAMAGED_CURVES = [
+    (['curve'], None), (['curve'], []), (['curve'], 3), (['curve', 1], None), (['curve', 1], 'x'),
+    (['curve', 1, 'step'], 7), (['curve', 1, 'step'], None), (['curve', 1, 'train'], None),
+    (['curve', 1, 'train'], [0.5]), (['curve', 1, 'saturation', 0], 'x'), (['curve', 1, 'two_operand'], 0.5),
+    (['seconds'], None),
+]
+
+
+def test_a_damaged_curve_is_refused(main, monkeypatch):
+    monkeypatch.setattr(parity, 'DYNAMICS', SHORT)
+    words = '--dynamics', '--n_seeds=2', '--d_model=8', '--check_every=10'
+    main(*words)
+    file = Path('out/parity/parity_dynamics.json')
+    whole = file.read_text()
+    for path, value in DAMAGED_CURVES:
+        file.write_text(json.dumps(changed(json.loads(whole), ['cells', 'parity of 4 bits', *path], value)))
+        before = file.read_bytes()
+        status, _, error = main(*words)
+        assert status == 2 and error == (f'error: {file} is none of parity.py --dynamics, or is damaged: move it away '
+                                         'to begin anew\n'), (path, value)
+        assert file.read_bytes() == before
+    file.write_text(whole)
+    assert main(*words)[0] == 0
 
 
 @pytest.mark.parametrize('name', SHORT)
@@ -529,26 +661,25 @@ def test_held_out_inputs_are_never_trained_on(name, monkeypatch):
     """What is trained on are the same rows at each step, without repetition; other labels on the other rows turn
     their accuracy and nothing else."""
     settings, config = SHORT[name] | dict(width=8), parity.DEFAULTS | dict(d_model=8, n_seeds=2, check_every=5)
-    bar = parity.tqdm(disable=True)
     trained_on, start, (x, y, bits) = [], parity.start, parity.task_of(settings)
 
     def watched(*args, **options):
-        forward, params, lr_M = start(*args, **options)
+        forward, weights_MP, update = start(*args, **options)
 
-        def watched_forward(params, x, **options):
+        def watched_forward(weights_MP, x, **options):
             if torch.is_grad_enabled():
                 trained_on.append(x)
-            return forward(params, x, **options)
-        return watched_forward, params, lr_M
+            return forward(weights_MP, x, **options)
+        return watched_forward, weights_MP, update
 
     monkeypatch.setattr(parity, 'start', watched)
-    curve = parity.dynamics_of(settings, config, 'cpu', bar)
+    curve = parity.dynamics_of(settings, config, 'cpu')
     assert len(trained_on) == settings['steps'] and all(torch.equal(rows, trained_on[0]) for rows in trained_on)
     shown = (x[:, None] == trained_on[0]).all(dim=-1).any(dim=1)
     assert shown.sum() == len(trained_on[0]) == len(x) - round(settings['held_out'] * len(x))
     other = torch.where(shown, y, (y + 1) % (y.max() + 1))
     monkeypatch.setattr(parity, 'task_of', lambda settings: (x, other, bits))
-    for point, theirs in zip(curve, parity.dynamics_of(settings, config, 'cpu', bar), strict=True):
+    for point, theirs in zip(curve, parity.dynamics_of(settings, config, 'cpu'), strict=True):
         right, wrong = point.pop('held_out'), theirs.pop('held_out')
         assert point == theirs
         assert all(a + b <= 1 + 1e-6 for a, b in zip(right, wrong)) and right != wrong
@@ -560,7 +691,7 @@ def test_the_dynamics_are_those_of_one_model_alone():
     config = parity.DEFAULTS | dict(d_model=8, n_seeds=2, check_every=12)
     x, y, bits = parity.task_of(settings)
     order = torch.randperm(25, generator=torch.Generator().manual_seed(config['seed']))
-    curve = parity.dynamics_of(settings, config, 'cpu', parity.tqdm(disable=True))
+    curve = parity.dynamics_of(settings, config, 'cpu')
     for seed in range(2):
         torch.manual_seed(config['seed'] + seed)
         stack = Stack(config | settings | dict(ffn='nc', bits=bits), 10, 5)
@@ -613,11 +744,11 @@ def test_what_is_not_solved_is_null(main):
     (['--n=0'], 'n=0: expected at least 1'),
     (['--n=-3'], 'n=-3: expected at least 1'),
     (['--n=1000000000000'], 'GB of memory, this machine has'),
-    (['--n=30', '--width=1000000000'], 'n=30 with d_model=64, width=1000000000'),
+    (['--n=30', '--width=1000000000'], 'n=30, batch_size=1024, d_model=64, width=1000000000'),
     (['--n=4', '--n_seeds=1000000000'], 'GB of memory'),
     (['--n=four'], '--n=four: expected a whole number'),
     (['--ffn=nd'], '--ffn=nd: expected one of gelu, relu, glu'),
-    (['--ffn=nc', '--width=4'], 'no pair of Boolean units for nc: expected a width of at least 5'),
+    (['--ffn=nc', '--width=4'], 'no pair of Boolean units for nc: expected a width above 1 / bool_frac = 4'),
     (['--ffn=nc', '--width=7', '--bool_frac=1'], 'even number of paired units'),
     (['--ffn=nc', '--bool_frac=1.5'], 'bool_frac and quant_frac are shares from 0 to 1'),
     (['--depth=0'], 'depth=0: expected at least 1'),
@@ -629,6 +760,17 @@ def test_what_is_not_solved_is_null(main):
     (['--sweep', '--kinds='], 'is none of gelu, relu'),
     (['--dynamics', '--bool_frac=0'], 'bool_frac=0'),
     (['--dynamics', '--check_every=0'], 'check_every=0: expected at least 1'),
+    (['--dynamics', '--n_seeds=100000000'], 'd_model=64, width=32, depth=1, n_seeds=100000000: would take about'),
+    (['--ffn=nc', '--bool_frac=5e-324'], 'expected a width above 1 / bool_frac = inf'),
+    (['--kinds=nc'], '--kinds=nc does not go with one setting: it is a matter of --sweep'),
+    (['--sweep', '--n_seeds=3'], '--n_seeds=3 does not go with --sweep: expected, beside device, no more than kinds, '),
+    (['--sweep', '--lr=0.1'], '--lr=0.1 does not go with --sweep'),
+    (['--sweep', '--fixed'], '--fixed=on does not go with --sweep'),
+    (['--dynamics', '--fixed'], '--dynamics=on does not go with --fixed'),
+    (['--fixed', '--kinds=nc'], '--kinds=nc does not go with --fixed'),
+    (['--fixed', '--n=4'], '--n=4 does not go with --fixed'),
+    (['--dynamics', '--steps=10'], '--steps=10 does not go with --dynamics'),
+    (['--dynamics', '--ffn=nc'], '--ffn=nc does not go with --dynamics'),
     (['--sweeps'], 'unknown key --sweeps: the nearest is --sweep'),
 ])
 def test_a_mistake_is_one_line_and_status_2(main, words, message):
@@ -643,3 +785,64 @@ def test_the_least_width_that_is_named_for_nc_works():
         parity.check(config | dict(width=least))
         with pytest.raises(SystemExit):
             parity.check(config | dict(width=least - 1))
+
+
+def test_what_a_study_heeds_is_in_the_manual():
+    manual = parity.__doc__.split('refuses any other:')[1].split('With --norm=off')[0]
+    lines = [line.split() for line in manual.replace('seed\n   ', 'seed ').splitlines() if '--' in line]
+    assert {line[0][2:]: tuple(word for word in line[1:] if '.' not in word) for line in lines} == parity.HEEDED
+
+
+def test_a_key_given_at_its_default_is_none_that_a_study_ignores():
+    for study in parity.HEEDED:
+        assert parity.study_asked_for(parity.DEFAULTS | {study: True}) == study
+        for key in parity.HEEDED[study]:
+            assert parity.study_asked_for(parity.DEFAULTS | {study: True, key: 'another'}) == study
+    assert parity.study_asked_for(parity.DEFAULTS | dict(n=3, lr=0.1, device='cpu')) == ''
+
+
+def held_at_most(work):
+    """Bytes that work() holds at its worst moment, by the reports of torch's allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == '[memory]']
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize('settings', [
+    dict(depth=8, n=10),                                                # a step
+    dict(n=12, batch_size=16, depth=1),                                 # a check, of 4,096 inputs at a time
+    dict(d_model=512, width=512, n=4),                                  # weights
+    dict(ffn='sigbilinear', width=512, d_model=16, n=10),
+])
+def test_the_memory_foretold_is_about_what_training_takes(settings):
+    config = parity.DEFAULTS | dict(steps=1, n_seeds=4) | settings
+    taken = held_at_most(lambda: train(config, [{}], 5))
+    assert 0.9 * taken < parity.memory(config) < 2.2 * taken
+
+
+@pytest.mark.parametrize('settings', [dict(), dict(bool_frac=1.0, d_model=16), dict(d_model=256)])
+def test_so_is_that_of_the_dynamics(settings):
+    task = dict(modulus=17, held_out=0.2, depth=1, width=128, lr=0.01, weight_decay=0.3, steps=1)
+    config = parity.DEFAULTS | dict(n_seeds=4) | task | settings
+    taken = held_at_most(lambda: parity.dynamics_of(task, config, 'cpu'))
+    assert 0.9 * taken < parity.memory(config, rows=17 ** 2, n_in=34, n_out=17) < 2.2 * taken
+
+
+@pytest.mark.parametrize('study', parity.HEEDED)
+def test_results_that_cannot_be_written_are_known_before_any_training(main, monkeypatch, study):
+    monkeypatch.setattr(parity, 'train', None)
+    monkeypatch.setattr(parity, 'dynamics_of', None)
+    Path('results').write_text('a file')
+    status, _, error = main(f'--{study}')
+    assert status == 1 and len(error.splitlines()) == 1 and 'cannot save results' in error
+
+
+def test_both_tasks_of_the_dynamics_are_checked_before_any_is_trained(main, monkeypatch):
+    checked = []
+    monkeypatch.setattr(parity, 'memory', lambda config, *task: checked.append(task) or 2 ** (50 * len(checked) - 50))
+    monkeypatch.setattr(parity, 'dynamics_of', None)
+    status, _, error = main('--dynamics')
+    assert status == 2 and 'd_model=64, width=128, depth=1, n_seeds=8: would take about' in error
+    assert checked == [(256, 8, 2), (31 ** 2, 62, 31)]                  # inputs, size of each, classes
