@@ -346,13 +346,13 @@ def test_memory_is_the_half_life_of_the_units_and_of_those_that_write_most():
             rate = 0.5 ** (1 / torch.tensor(row, dtype=torch.float64))
             block.ffn.quantifier.decay.copy_((rate / (1 - rate)).log())
             block.ffn.down.weight[:, block.ffn.units['and_not'].stop:] = torch.tensor(norm) / 4      # of 16 equal parts
-    found = train_lm.memory(model)
+    found = model.memory()
     # existential: 1 to 7 and 1000, a fifth of them is one unit; proportion: 20, 30, ... 90; a latch outlasts 32 tokens
     expected = dict(half_life_median=4, half_life_median_top=4, half_life_median_proportion=50, latches=7)
     assert found == pytest.approx(expected, rel=1e-3)
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[:, -5] = 9
-    assert train_lm.memory(model)['half_life_median_top'] == pytest.approx(1000, rel=1e-3)
+    assert model.memory()['half_life_median_top'] == pytest.approx(1000, rel=1e-3)
     assert train_lm.memory(GPT(11, 32, 2, 2, 16)) == {}
 
 
