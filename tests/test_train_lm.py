@@ -353,7 +353,7 @@ def test_memory_is_the_half_life_of_the_units_and_of_those_that_write_most():
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[:, -5] = 9
     assert model.memory()['half_life_median_top'] == pytest.approx(1000, rel=1e-3)
-    assert train_lm.memory(GPT(11, 32, 2, 2, 16)) == {}
+    assert GPT(11, 32, 2, 2, 16).memory() == {}
 
 
 def test_decays_have_a_learning_rate_of_their_own(train):
