@@ -741,8 +741,8 @@ class Classifier(nn.Module):
     head. control='paper' gives nogate the paper's control (see NoGateLayer and Fusion); 'matched' one that has routed's
     fusion and parameters. cross_attn=False: the stream reads a projection of H_t instead. axis to route_scale: see
     LogicLayer. logic_dtype='float32' keeps all modules but the backbone in fp32; 'same' gives them its dtype, but for
-    the quantifiers' rates, which bf16 would freeze. unused: see LogicStream. checkpointing recomputes each layer, with
-    its logic step, in the backward pass. All modules but the backbone start as torch initialises them. ValueError for
+    the quantifiers' rates, which bf16 would freeze. unused: see LogicStream. checkpointing recomputes each layer and
+    each logic step in the backward pass. All modules but the backbone start as torch initialises them. ValueError for
     an unknown choice.
     """
 
@@ -778,13 +778,6 @@ class Classifier(nn.Module):
             if name.endswith('.decay'):                  # starts at 4.6, where bf16 is spaced by 0.03
                 p.data = p.data.float()
 
-    def layer_and_step(self, t, h_BSD, state_BSL, mask_BS, context):
-        """Layer t and its logic step: H_{t-1}, L_{t-1} -> H_t, L_t, stats."""
-        h_BSD = self.llama.layers[t](h_BSD, *context)
-        if self.stream is None:
-            return h_BSD, None, {}
-        return h_BSD, *self.stream.step(t, state_BSL, h_BSD, mask_BS)
-
     def forward(self, ids_BS, mask_BS, labels_B=None):
         """Token ids and a mask, true or 1 where a token is real -> (logits [B,n_classes] in fp32, stats); with labels
         -> (mean cross-entropy in nats, stats). Padding may be on either side; each row needs a real token.
@@ -795,14 +788,17 @@ class Classifier(nn.Module):
         mask_BS = mask_BS.bool()
         h_BSD, context = self.llama.embed(ids_BS, mask_BS)
         state_BSL, layer_stats = None, []
-        for t in range(len(self.llama.layers)):
-            step = (t, h_BSD, state_BSL, mask_BS, context)
-            if self.checkpointing:                                   # nothing is random inside, so no state to restore
-                h_BSD, state_BSL, stats = checkpoint(self.layer_and_step, *step, use_reentrant=False,
-                                                     preserve_rng_state=False)
-            else:
-                h_BSD, state_BSL, stats = self.layer_and_step(*step)
-            layer_stats.append(stats)
+
+        def run(function, *inputs):
+            if not self.checkpointing:
+                return function(*inputs)
+            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)    # nothing is random
+
+        for t, layer in enumerate(self.llama.layers):
+            h_BSD = run(layer, h_BSD, *context)
+            if self.stream is not None:                 # apart: else the layer's last product would be computed again
+                state_BSL, stats = run(self.stream.step, t, state_BSL, h_BSD, mask_BS)
+                layer_stats.append(stats)
         # final norm, fusion and head treat each token by itself, so only the last real one goes through them
         rows = torch.arange(len(ids_BS), device=ids_BS.device)
         last_B = (mask_BS * torch.arange(ids_BS.size(1), device=ids_BS.device)).argmax(1)
