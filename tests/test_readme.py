@@ -1,6 +1,7 @@
 """The README says what the files say: tables, links and commands."""
 import importlib
 import json
+import math
 import re
 import shlex
 import statistics
@@ -8,18 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text()
+STUDIES = (ROOT / 'results' / 'README.md').read_text()
 RESULTS = {name: json.loads((ROOT / 'results' / f'{name}.json').read_text()) for name in ('compare', 'boundary')}
 
 
-@pytest.mark.parametrize('file', sorted((ROOT / 'results').glob('*.md')), ids=lambda file: file.stem)
+TABLES = [file for file in sorted((ROOT / 'results').glob('*.md')) if file.name != 'README.md']
+
+
+@pytest.mark.parametrize('file', TABLES, ids=lambda file: file.stem)
 def test_tables_are_those_that_the_scripts_wrote(file):
     for table in file.read_text().strip().split('\n\n'):
-        assert table in README
+        assert table in STUDIES
 
 
 @pytest.mark.parametrize('name', RESULTS)
@@ -57,8 +63,8 @@ def test_the_counts_without_tuning_follow_from_the_seeds(file):
                   for width in (8, 12, 16) for i in range(len(stored['points'])))
               for one, other in (('nc', 'gelu'), ('gelu', 'nc'))]
     assert at_six == [stored['wins']['nc over gelu'], stored['wins']['gelu over nc']]
-    assert f'At {at_six[0]} of the {3 * len(stored["points"])} points and widths' in README
-    assert f'at {at_six[1]} others GELU' in README
+    assert f'At {at_six[0]} of the {3 * len(stored["points"])} points and widths' in STUDIES
+    assert f'at {at_six[1]} others GELU' in STUDIES
 
 
 def test_the_classifier_s_figures_follow_from_its_runs():
@@ -77,21 +83,166 @@ def test_the_classifier_s_figures_follow_from_its_runs():
         assert f'| {mean:+.2f} | {se:.2f} |' in line and line.endswith('| yes |' if mean > 2 * se else '| no |')
 
 
+# ---- the ledger: what each row quotes, worked out anew from the files in results/
+
+def stored(name):
+    return json.loads((ROOT / 'results' / f'{name}.json').read_text())
+
+
+def spread(values, digits):
+    return f'{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
+
+
+def runs(name, row, key):
+    return [run[key] for run in stored(name)['results'][row]]
+
+
+def largest(kind, depth):
+    """The largest N by width, from the trials."""
+    cells = [cell for cell in stored('parity')['cells'].values() if (cell['kind'], cell['depth']) == (kind, depth)]
+    return ', '.join(str(max([int(n) for n, trial in cell['trials'].items() if trial['solved'] >= 4], default=1))
+                     for cell in sorted(cells, key=lambda cell: cell['width']))
+
+
+def difference(name, first, second):
+    accuracy = [{run['seed']: run['val_accuracy'] for run in stored(name)['results'][row]} for row in (first, second)]
+    points = [100 * (accuracy[0][seed] - accuracy[1][seed]) for seed in accuracy[0]]
+    return f'{statistics.fmean(points):+.1f}, SE {statistics.stdev(points) / len(points) ** 0.5:.1f}'
+
+
+def of_model(name):
+    return [record for record in stored('detectors')['records'] if record['model'] == name]
+
+
+def two_operand_shares(name):
+    share = lambda layer: statistics.fmean(record['layers'][layer]['two_operand_share'] for record in of_model(name))
+    return ', '.join(f'{share(layer):.2f}' for layer in range(4))
+
+
+def detectors(name, kind):
+    """Of a thousand units of a kind, with the seeds that the bounds were not chosen on."""
+    size = next(group['of'] for group in of_model(name)[0]['groups'] if group['kind'] == kind)
+    found = [sum(unit['detector'] for unit in record['units'] if unit['kind'] == kind) for record in of_model(name)
+             if record['seed'] != 1]
+    return f'{1000 * statistics.fmean(found) / size:.1f}'
+
+
+def removal(layer, removed, name='nc+quant'):
+    return statistics.fmean(one['cost'] for record in of_model(name) for one in record['redundancy']
+                            if (one['layer'], one['part'], one['removed']) == (layer, 'Boolean', removed))
+
+
+def gap(at):
+    """Perplexity of nc over gelu on the books, %, at a share of the steps."""
+    curves = [[run['curve'] for run in stored('compare_books')['results'][row]] for row in ('nc', 'gelu')]
+    point = lambda curve: curve[round(at * (len(curve) - 1))]['val_loss']
+    return spread([100 * math.expm1(point(nc) - point(gelu)) for nc, gelu in zip(*curves)], 1)
+
+
+def interval(measurement, pair, factor, digits):
+    record = stored('eval_compare_books')['records'][measurement]
+    d = {key: factor * value for key, value in record['differences'][pair].items()}
+    return f'{d["difference"]:+.{digits}f} [{d["low"]:+.{digits}f}, {d["high"]:+.{digits}f}]'
+
+
+def extremes(values, form='{}'):
+    return [form.format(min(values)), form.format(max(values))]
+
+
+CLS = 'cls_rulebase_all'
+WITH_FUSION = [row for row in stored(CLS)['results'] if row != 'baseline']
+ROUTED = [row for row in WITH_FUSION if 'routing' in stored(CLS)['results'][row][0]
+          and stored(CLS)['results'][row][0]['routing']]
+QUOTES = {
+    'A2 ': lambda: [f'nc solves {largest("nc", 1)} bits and GELU {largest("gelu", 1)}'],
+    'A3 ': lambda: [f'{largest("bilinear", depth)}{words}' for depth, words in
+                    ((1, ' bits at depth 1'), (2, ' at depth 2'), (4, ' at depth 4'))],
+    'A4 ': lambda: [spread([100 * (nc / gelu - 1) for nc, gelu in zip(runs('compare', 'nc', 'val_loss'),
+                                                                      runs('compare', 'gelu', 'val_loss'))], 2),
+                    f'{gap(1)}% of the perplexity at the end', f'{gap(1 / 3)}% at a third'],
+    'A5 ': lambda: [interval(f'blimp {row}', 'nc - gelu', 100, 1)
+                    for row in ('phenomenon npi_licensing', 'phenomenon quantifiers', 'overall')],
+    'A6 ': lambda: [two_operand_shares('nc')],
+    'A7 ': lambda: [f'{max(removal(layer, 1) for layer in range(4)):.4f} nats at most',
+                    f'ten {max(removal(layer, 10) for layer in range(4)):.4f}',
+                    ', '.join(f'{removal(layer, 128):.3f}' for layer in range(4)),
+                    f'in plain nc a block costs {max(removal(layer, 128, "nc") for layer in range(4)):.4f}'],
+    'A9 ': lambda: [f'none of {3 * len(stored("boundary")["results"])} runs', 'from 0.39 to 0.84'],
+    'A10 ': lambda: [interval('blimp overall', 'nc+quant - nc', 100, 1)],
+    'A11 ': lambda: [interval('lambada accuracy', 'nc+quant - nc', 100, 1),
+                     interval('lambada perplexity', 'nc+quant - nc', 1, 0)],
+    'A12 ': lambda: [two_operand_shares('nc+quant')],
+    'A13 ': lambda: [spread(runs('compare', 'nc+quant', 'half_life_median'), 1),
+                     spread(runs('compare', 'nc+quant, shuffled text', 'half_life_median'), 0),
+                     spread(runs('compare', 'nc+quant', 'latches'), 0)],
+    'A14 ': lambda: [f'GELU units {detectors("nc+quant", "gelu")}, quantifiers {detectors("nc+quant", "quantifier")}, '
+                     f'operands {detectors("nc+quant", "operand")}', f'in gelu {detectors("gelu", "gelu")}',
+                     f'untrained quantifiers {detectors("nc+quant, untrained", "quantifier")}'],
+    'B2 ': lambda: [difference(CLS, 'nogate', 'baseline')],
+    'B3 ': lambda: extremes([float(difference(CLS, row, 'nogate').split(',')[0]) for row in ROUTED], '{:+.1f}'),
+    'B4 ': lambda: [difference(CLS, 'inter8_noxattn', 'inter8')],
+    'B5 ': lambda: [difference(CLS, 'inter8', 'intra8')],
+    'B6 ': lambda: extremes([100 * statistics.fmean(runs(CLS, row, 'entropy')) for row in ROUTED], '{:.0f}'),
+    'B7 ': lambda: [', '.join(f'{alpha:.4f}' for alpha in runs(CLS, 'inter8_learned', 'alpha'))],
+    'B8 ': lambda: [f'baseline {statistics.fmean(runs(CLS, "baseline", "grad_norm")):.2f}',
+                    *extremes([statistics.fmean(runs(CLS, row, 'grad_norm')) for row in WITH_FUSION], '{:.2f}')],
+    'B11 ': lambda: [f'to {max(max(map(max, routing)) for routing in runs(CLS, "inter8", "routing")):.2f}'],
+    'gates against a control': lambda: [difference(CLS, 'inter8_noxattn', 'matched')],
+    'the cell': lambda: [difference(CLS, 'nogate_xattn', 'nogate'), difference(CLS, 'inter8', 'nogate_xattn')],
+    '`route_scale`': lambda: [f'{statistics.fmean(runs(CLS, "scaled", "fired")):.0%}',
+                              difference(CLS, 'scaled', 'inter8')],
+    '`quant`': lambda: [difference(CLS, 'quant', 'inter8'), spread(runs(CLS, 'quant', 'half_life_median'), 1)],
+    'trained on shallow': lambda: [spread([100 * x for x in runs('cls_rulebase_depth', row, 'val_accuracy')], 1)
+                                   for row in ('baseline', 'nogate', 'inter8', 'quant')],
+}
+
+
+@pytest.mark.parametrize('claim', QUOTES)
+def test_the_ledger_quotes_what_the_files_say(claim):
+    row = next(line for line in README.splitlines() if line.startswith(f'| {claim}'))
+    for words in QUOTES[claim]():
+        assert words in row, f'{words!r} is not in {row!r}'
+
+
+def test_the_ledger_has_a_row_a_claim():
+    claims = re.findall(r'^\| ([AB]\d+) ', README, re.MULTILINE)
+    assert claims == [f'A{i}' for i in range(1, 15)] + [f'B{i}' for i in range(1, 12)]
+
+
+def test_the_counts_of_parameters_are_those_of_the_model():
+    import train_lm
+    with torch.device('meta'):
+        gelu, nc, quantified = (train_lm.build(50257, train_lm.DEFAULTS | keys).num_params()
+                                for keys in (dict(ffn='gelu'), dict(ffn='nc'), dict(ffn='nc', quant=True)))
+    row = next(line for line in README.splitlines() if line.startswith('| A1 '))
+    assert gelu == nc and f'{gelu:,}' in row and f'{quantified - nc:,}' in row and f'{quantified / nc - 1:.4%}' in row
+
+
 def test_links_lead_to_what_they_name():
-    links = re.findall(r'\[([\w. ]+)\]\((\w+\.py)#L(\d+)\)', README)
-    assert len(links) >= 8
+    links = re.findall(r'\[([\w. ]+)\]\(([\w/]+\.py)#L(\d+)\)', README)
+    assert len(links) >= 20
     for text, file, number in links:
         line = (ROOT / file).read_text().splitlines()[int(number) - 1]
-        assert re.match(r'(def|class) ', line), f'{file}#L{number} is {line!r}'
-        if text != file and text != 'backward pass':
-            assert text in line, f'[{text}] leads to {line!r}'
+        assert re.match(r'\s*(def|class) ', line), f'{file}#L{number} is {line!r}'
+        if text not in (file, 'backward pass', 'a test'):
+            assert text.split('.')[-1] in line, f'[{text}] leads to {line!r}'
     for target in re.findall(r'\]\((results/[^)]+)\)', README):
         assert (ROOT / target).is_file()
+    for target in re.findall(r'\]\(([\w.]+)\)', STUDIES):
+        assert (ROOT / 'results' / target).is_file()
 
 
-SCRIPTS = ('train_lm', 'train_cls', 'prepare', 'parity', 'evaluate')
-COMMANDS = [line.split('#')[0].split('&&')[-1].strip() for line in README.splitlines()
-            if re.match(rf'\s*(pip install .*&& )?(python|torchrun .*) ?({"|".join(SCRIPTS)})\.py', line)]
+def test_code_in_the_readme_is_code_of_the_model():
+    for block in re.findall(r'```python\n(.*?)```', README, re.DOTALL):
+        assert block in (ROOT / 'model.py').read_text()
+
+
+SCRIPTS = ('train_lm', 'train_cls', 'prepare', 'parity', 'evaluate', 'interpret')
+LINES = [line.split('#')[0].split('&&')[-1].strip() for line in README.splitlines()
+         if re.match(rf'\s*(pip install .*&& )?(python|torchrun .*) ?({"|".join(SCRIPTS)})\.py', line)]
+# in a table and in the text a command stands between backticks, without `python`
+INLINE = re.findall(rf'`((?:python |torchrun [^`]*)?(?:{"|".join(SCRIPTS)})\.py [^`]+)`', README + STUDIES)
+COMMANDS = list(dict.fromkeys(LINES + INLINE))
 
 
 class Understood(Exception):
@@ -118,4 +269,5 @@ def test_commands_are_understood(command, monkeypatch):
 
 
 def test_there_are_commands():
-    assert {script for script in SCRIPTS for command in COMMANDS if f'{script}.py' in command} == set(SCRIPTS)
+    assert {script for script in SCRIPTS for command in LINES if f'{script}.py' in command} == set(SCRIPTS)
+    assert len(INLINE) >= 20
