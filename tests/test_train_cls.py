@@ -278,7 +278,7 @@ def test_checkpointing_changes_nothing(train, whole, monkeypatch):
     train('--epochs=1', '--out_dir=x')
     assert not layers
     train('--checkpointing', '--out_dir=y')
-    assert records('y') == records(whole) and len(layers) == 2 * (12 + 3 * 3), 'two layers in steps and evaluations'
+    assert records('y') == records(whole) and len(layers) == 4 * (12 + 3 * 3), 'two layers and as many logic steps'
 
 
 def test_each_epoch_takes_each_example_once_in_an_order_of_its_own(train, monkeypatch):
