@@ -239,8 +239,9 @@ def conclude(outcome, script):
 
 
 def finish():
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, all at once: who is left alone in it may crash on its way out."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
