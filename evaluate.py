@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import prepare
 from model import GPT, MODEL_KEYS
-from runtime import (all_sum, check_numbers, check_results, configure, fail, interruptible, latest, launch,
+from runtime import (all_sum, check_numbers, check_results, configure, fail, folder_of, interruptible, latest, launch,
                      load_checkpoint, load_weights, read_json, result, seeds_of, spread, student_t, table, write_json,
                      write_text)
 
@@ -294,25 +294,18 @@ def aligned(task, records):
 
 def items_of(task, config, c):
     """What a task measures on: the tokens, the passages or the pairs. Ends in one line where there are none."""
+    where = config['data_dir']
     try:
-        return load_items(task, config, c)
+        if task == 'ppl':
+            return prepare.load_tokens(where, config['dataset'])[0]['val'].astype(np.int64)
+        if task == 'lambada':
+            return prepare.load_lambada(c.lambada)
+        if task == 'blimp':
+            return prepare.load_blimp(c.blimp)
+        pairs = prepare.load_pairs(where, config['dataset']) or prepare.load_pairs(where, 'licensing')
     except (ValueError, OSError) as error:
         fail(error)
-
-
-def load_items(task, config, c):
-    if task == 'ppl':
-        return prepare.load_tokens(config['data_dir'], config['dataset'])[0]['val'].astype(np.int64)
-    if task == 'lambada':
-        return prepare.load_lambada(c.lambada)
-    if task == 'blimp':
-        return prepare.load_blimp(c.blimp)
-    pairs = prepare.load_pairs(config['data_dir'], config['dataset']) or prepare.load_pairs(config['data_dir'],
-                                                                                            'licensing')
-    if not pairs:
-        raise ValueError(f'no minimal pairs in {config["data_dir"]}/licensing: '
-                         'make them with `python prepare.py licensing`')
-    return pairs
+    return pairs or fail(f'no minimal pairs in {where}/licensing: make them with `python prepare.py licensing`')
 
 
 def measure(task, items, model, tokenizer, device, c):
@@ -403,14 +396,14 @@ def study(c, device):
     by paradigm), so its 95% interval speaks of other items. Last line: the differences of the overall measurements.
     """
     name, seeds = Path(c.study).name, seeds_of(c.seeds)
-    present = [row for row in STUDIED if all(Path(c.study, f'{row}-seed{seed}').is_dir() for seed in seeds)]
+    present = [row for row in STUDIED if all(folder_of(c.study, row, seed).is_dir() for seed in seeds)]
     if 'gelu' not in present or len(present) < 2:
         fail(f'{c.study} holds no study: expected the runs of `train_lm.py --compare=gelu,nc` with seeds {c.seeds}, in '
              f'folders such as gelu-seed{seeds[0]}')
     check_results()
     values, items, tasks = {}, {}, ()                           # (task, measurement) -> row -> [values of each seed]
     for row, seed in [(row, seed) for row in present for seed in seeds]:
-        model, config, meta = load_model(Path(c.study, f'{row}-seed{seed}'), device, c.data_dir)
+        model, config, meta = load_model(folder_of(c.study, row, seed), device, c.data_dir)
         tasks = tasks or choose_tasks(c, [(model, config, meta)])
         for task in tasks:
             if task not in items:

@@ -51,8 +51,8 @@ from tqdm import tqdm
 import prepare
 from evaluate import batch_at, load_model, tokenizer_of, windows
 from model import GPT, MODEL_KEYS, POINTWISE, SOFT_GATE
-from runtime import (check_numbers, check_results, configure, fail, interruptible, launch, plain, pyplot, read_json,
-                     result, save_figure, seeds_of, spread, table, write_file, write_json, write_text)
+from runtime import (check_numbers, check_results, configure, fail, folder_of, interruptible, launch, plain, pyplot,
+                     read_json, result, save_figure, seeds_of, spread, table, write_file, write_json, write_text)
 
 DEFAULTS = dict(
     ckpt='latest',              # a run's folder (its best.pt, else last.pt), a checkpoint, or latest
@@ -558,7 +558,7 @@ def study(c, device):
     check_results()
 
     def load(name, seed):
-        return load_model(Path(c.study, f'{STUDY[name][0]}-seed{seed}'), device, c.data_dir)
+        return load_model(folder_of(c.study, STUDY[name][0], seed), device, c.data_dir)
 
     def norm(model):
         return float(torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm())

@@ -77,13 +77,15 @@ def quantify(u_BSJ, decay_J, mask_BS):
     The first half of each family's gates is decayed_max, the other half the corrected decayed_mean (paper A, section
     9); computed in fp32, returned in u's dtype. At rate 0 either is u itself.
     """
-    real_BS1 = mask_BS[..., None]
-    rate_J, m_BSJ = decay_J.float().sigmoid(), u_BSJ.masked_fill(~real_BS1, 0)
-    weight_BSJ = decayed_sum(real_BS1.to(u_BSJ).expand_as(m_BSJ), rate_J)     # 1 or more from the first real token on
-    often_BSJ = decayed_sum(m_BSJ, rate_J) / weight_BSJ.clamp(min=1)
-    gates = len(decay_J) // 3
-    exists_J = torch.arange(3 * gates, device=u_BSJ.device) % gates < (gates + 1) // 2
-    return torch.where(exists_J, decayed_max(m_BSJ, rate_J), often_BSJ).to(u_BSJ.dtype)
+    real_BS1, gates = mask_BS[..., None], len(decay_J) // 3
+
+    def halves(x):                                                            # of each family's gates, side by side
+        return [half.flatten(-2) for half in x.unflatten(-1, (3, gates)).tensor_split([(gates + 1) // 2], dim=-1)]
+
+    (m_exists, m_often), (gamma, lam) = halves(u_BSJ.masked_fill(~real_BS1, 0)), halves(decay_J.float().sigmoid())
+    weight = decayed_sum(real_BS1.to(u_BSJ).expand_as(m_often), lam)          # 1 or more from the first real token on
+    said = decayed_max(m_exists, gamma), decayed_sum(m_often, lam) / weight.clamp(min=1)
+    return torch.cat([half.unflatten(-1, (3, half.size(-1) // 3)) for half in said], -1).flatten(-2).to(u_BSJ.dtype)
 
 
 def route(logits_BSJ, tau=1.0):

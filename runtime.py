@@ -579,6 +579,11 @@ class Diverged(Exception):
 STUDIES = {'compare', 'boundary', 'variants'}   # keys that ask for one; off in its runs, so that each can go on alone
 
 
+def folder_of(where, row, seed):
+    """The folder of a study's run, below the study's."""
+    return Path(where, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
+
+
 def study(name, rows, config, run, stop, train, summarize):
     """Trains each row (settings over config) with each seed, in folders below out/NAME, and goes on where it was left.
 
@@ -594,7 +599,7 @@ def study(name, rows, config, run, stop, train, summarize):
     seeds, results = seeds_of(config['seeds']), {}
     check_results()
     for row, seed in [(row, seed) for seed in seeds for row in rows]:
-        folder = Path('out', name, f'{row}-seed{seed}'.replace(', ', '-').replace(' ', '_'))
+        folder = folder_of(Path('out', name), row, seed)
         done, anew = (folder / 'result.json').exists(), f'move {folder} away to begin it anew'
         settings = config | rows[row] | dict(seed=seed, out_dir=str(folder))
         settings |= {key: type(config[key])() for key in STUDIES & set(config)}
