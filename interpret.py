@@ -555,7 +555,6 @@ def study(c, device):
     if there.get('settings') != settings:
         fail(f'{path} was measured with {there.get("settings")}, not {settings}: {anew}')
     kept = {(record['model'], record['seed']): record for record in there['records']}
-    check_results()
 
     def load(name, seed):
         return load_model(folder_of(c.study, STUDY[name][0], seed), device, c.data_dir)
@@ -564,6 +563,7 @@ def study(c, device):
         return float(torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm())
 
     weights = {(name, seed): norm(load(name, seed)[0]) for seed in seeds for name in STUDY}
+    check_results()
     todo = [key for key in weights if kept.get(key, {}).get('weights') != weights[key]]
     with tqdm(todo, unit='model', dynamic_ncols=True) as bar:
         for name, seed in bar:

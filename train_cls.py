@@ -578,7 +578,7 @@ def draw_seeds(results, path):
             axis.errorbar(x + 0.2, values.mean(), values.std(), fmt='_', color='#d55e00', capsize=3, ms=10)
     if majority := [r['majority'] for runs in results.values() for r in runs if 'majority' in r]:
         axis.axhline(max(majority), color='#999999', lw=1, ls='--', label='commonest label')
-        axis.legend()
+        figure.legend(loc='outside upper right')
     axis.set_xticks(range(len(results)), list(results), rotation=35, ha='right')
     axis.set_ylabel('validation accuracy; mean and sd')
     save_figure(figure, path)
