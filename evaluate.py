@@ -6,8 +6,8 @@
     python evaluate.py --study=out/compare_books              # the runs of train_lm.py --compare, over their seeds
     python evaluate.py --generate='The king' --tokens=50       # a sample instead
 
-    ppl          perplexity of a token over the whole validation split; --stride=S gives each at least block_size - S
-                 tokens of context, at block_size / S times the cost
+    ppl          perplexity of a token over the whole validation split (train_lm.py's val_loss: of eval_windows of it);
+                 --stride=S gives each at least block_size - S tokens of context, at block_size / S times the cost
     lambada      is the last word of a passage the greedy choice, token by token? and the perplexity of that word
     blimp        is the grammatical sentence of a pair the likelier one? by paradigm, phenomenon, and overall
     licensing    the same for prepare.py's minimal pairs, by family

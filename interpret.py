@@ -73,6 +73,8 @@ CHOSEN_ON = 1
 TEST = dict(places=50, auc=0.9, top_k=5, random_units=100, above=0.95, drop=0.002, ratio=2.0)
 KINDS = {'exists': 'quantifier', 'proportion': 'quantifier', 'and': 'operand', 'and_not': 'operand'}
 SHOWN = ('auc', 'rank', 'drop', 'drop_unlicensed', 'above')
+LEGEND = ('auc: it fires on licensors rather than other tokens; rank: how many tokens it raises more than the licensed '
+          'word; drop: nats that this word loses without it; above: share of random units that cost less')
 LABELS = dict(two_operand_share='two-operand share', saturation='saturation', half_life_exists='half-life, exists',
               half_life_proportion='half-life, proportion', latches='latches')
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
@@ -237,6 +239,9 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
     units, groups = [], []
     for family in tqdm(prepare.LICENSED, desc=desc, disable=not desc, dynamic_ncols=True, leave=False):
         task = encode_places(tokenizer, prepare.licensed_places(family, n, seed), device)
+        if task.ids.size(1) > model.block_size:
+            fail(f'the licensing test has sentences of {task.ids.size(1)} tokens: expected a model with a context of as '
+                 f'many, got block_size={model.block_size}')
         name, seen = family.__name__, trace(model, task.ids)
         drop = ablation(model, seen, word_log_prob(model, task), task.real)
         random_R = torch.stack([drop([unit], n).mean() for unit in sample(list(kinds), TEST['random_units'])])
@@ -720,15 +725,16 @@ def read_all(c, model, config, tokenizer, device):
         ranked = sorted((unit for unit in units if key in unit), key=lambda unit: -unit['write_norm'])
         return [unit for layer in range(model.n_layer) for unit in [u for u in ranked if u['layer'] == layer][:n]]
 
-    header, lines = layer_table(layers)
-    print(table(header, lines))
+    header, by_layer = layer_table(layers)
+    print(table(header, by_layer))
     quantifiers, pairs = strongest('half_life', 3), strongest('r2', 2)
     for heading, some in (('quantifiers', quantifiers), ('operand units', pairs)):
         print(f'{heading} that write most' + (':' if some else f': none, this model has ffn={config["ffn"]}'))
         print(''.join(f'  layer {unit["layer"]} unit {unit["unit"]:>4}  {unit["name"]}\n' for unit in some))
-    print(table(['family', 'layer', 'unit', *SHOWN, 'name'],
-                [[r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN), f'`{r["name"]}`']
-                 for r in detectors]) if wordy else 'no licensing test: tokens are bytes, and it needs words')
+    lines = [[r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN),
+              f'`{r["name"]}`'.replace('|', '\\|')] for r in detectors]
+    print(table(['family', 'layer', 'unit', *SHOWN, 'name'], lines) + LEGEND if wordy else
+          'no licensing test: tokens are bytes, and it needs words')
 
     figures = {'Loss when units are removed': folder / 'redundancy.png'}
     draw_redundancy(folder / 'redundancy.png', costs)
@@ -746,7 +752,7 @@ def read_all(c, model, config, tokenizer, device):
                      cards(detectors[:12])),
                     ('Quantifiers', 'The three of each layer that write most.', cards(quantifiers)),
                     ('And, but not', 'The two of each layer that write most.', cards(pairs))]
-        write_file(Path(c.html), page(f'The units of {folder.name}, step {config["step"]}', header, lines, figures,
+        write_file(Path(c.html), page(f'The units of {folder.name}, step {config["step"]}', header, by_layer, figures,
                                       sections))
     return model.memory() | dict(detectors=count_detectors(passed))
 

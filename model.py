@@ -75,6 +75,7 @@ class FFN(nn.Module):
             n_gelu = d_ff - 2 * n_pairs - n_quant
             if n_gelu < 0:
                 raise ValueError(f'an all-Boolean FFN needs an even number of paired units, got d_ff={d_ff}')
+            self.splits = [n_gelu, n_pairs, n_pairs, n_quant]                      # pre-activations: gelu, a, b, q
             n_up, sizes = d_ff, {'gelu': n_gelu, 'and': n_pairs, 'and_not': n_pairs}
             if n_quant:
                 self.quantifier = Quantifier(n_quant, corrected=quant_form == 'corrected')
@@ -106,9 +107,7 @@ class FFN(nn.Module):
             return POINTWISE[self.kind](pre_BTF)
         if self.kind in GATED:
             return GATED[self.kind](*pre_BTF.chunk(2, dim=-1))
-        # gelu, and, and_not, then all quantifiers; one split, whose gradient is one concatenation
-        n_gelu, n_pairs = self.units['gelu'].stop, self.units['and'].stop - self.units['and'].start
-        gelu, a, b, q = pre_BTF.split([n_gelu, n_pairs, n_pairs, pre_BTF.size(-1) - n_gelu - 2 * n_pairs], dim=-1)
+        gelu, a, b, q = pre_BTF.split(self.splits, dim=-1)         # one split, whose gradient is one concatenation
         A, B = a.sigmoid(), b.sigmoid()
         parts = [F.gelu(gelu), A * B, and_not(A, B)]
         if self.quantifier:
@@ -122,10 +121,8 @@ class FFN(nn.Module):
         """What the Boolean units are made of, in [0,1]: name ('a', 'b', 'q') -> [B,T,n]. Empty for kinds without."""
         if self.kind != 'nc':
             return {}
-        pre_BTF = self.up(x_BTD)
-        rest = slice(self.units['and_not'].stop, None)
-        return {'a': pre_BTF[..., self.units['and']].sigmoid(), 'b': pre_BTF[..., self.units['and_not']].sigmoid(),
-                'q': pre_BTF[..., rest].sigmoid()}
+        _, a, b, q = self.up(x_BTD).split(self.splits, dim=-1)
+        return {'a': a.sigmoid(), 'b': b.sigmoid(), 'q': q.sigmoid()}
 
     def saturation(self, x_BTD):
         """Share of memberships within 0.05 of 0 or 1, where their gradient dies: the mean over the operands a and b and

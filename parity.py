@@ -243,7 +243,7 @@ def check(config, rows=None, n_in=None, n_out=1):
              f'memory, this machine has {there / 2 ** 30:,.0f}: take smaller numbers')
     with torch.device('meta'):
         layer = layer_of(config)
-    if config['ffn'] == 'nc' and config['bool_frac'] and layer.units['and'].stop == layer.units['and'].start:
+    if config['ffn'] == 'nc' and config['bool_frac'] and not layer.splits[1]:
         fail(f'width={config["width"]} with bool_frac={config["bool_frac"]:g} leaves no pair of Boolean units for nc: '
              f'expected a width above 1 / bool_frac = {1 / config["bool_frac"]:g}')
 

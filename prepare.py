@@ -309,8 +309,8 @@ def load_tokens(data_dir, name):
         if name.startswith('licensing_'):
             command = name.replace('_shuffled', ' --shuffled').replace('_long', ' --long_memory')
         where = '' if str(data_dir) == DEFAULTS['data_dir'] else f' --data_dir={data_dir}'
-        raise FileNotFoundError(f'no dataset in {folder}: make it with `python prepare.py {command}{where}` '
-                                '(--preset=tiny needs none)')
+        raise FileNotFoundError(f'no dataset in {folder}: make it with `python prepare.py {command}{where}`'
+                                + ' (--preset=tiny needs none)' * (name == 'openwebtext'))
     try:
         meta = read_meta(folder)
         if 'template' in meta:

@@ -210,12 +210,15 @@ def batch_of(examples, pad, device):
 
 @torch.no_grad()
 def measure(model, examples, pad, config, run):
-    """Validation of the model as it stands, over all processes: loss (nats), accuracy, accuracy by proof depth and,
-    where there are several, by task; statistics of the routing over all real tokens (see Classifier.forward); the
-    median half-life of quant's rates, in tokens."""
-    groups = [f'depth {example["depth"]}' if example['depth'] is not None else 'unknown' for example in examples]
+    """Validation of the model as it stands, over all processes: loss (nats); accuracy, by proof depth in tasks that
+    have proofs (Unknown apart, which has none) and by task where there are several; statistics of the routing over
+    all real tokens (see Classifier.forward); the median half-life of quant's rates, in tokens."""
     tasks = [example['task'] for example in examples]
-    names = [*sorted(set(groups)), *sorted(set(tasks))]
+    proved = {example['task'] for example in examples if example['depth'] is not None}
+    groups = ['' if example['task'] not in proved else 'unknown' if example['depth'] is None else
+              f'depth {example["depth"]}' for example in examples]
+    depths = sorted(set(groups) - {''})
+    names = ['', *depths, *sorted(set(tasks))]
     count = {name: [0, 0] for name in names}                    # right, all
     layers, gates = len(model.llama.layers), 3 * config['gates']
     loss, tokens, sums = 0.0, 0, torch.zeros((layers * gates + 2) if config['branch'] == 'routed' else 0)
@@ -241,7 +244,7 @@ def measure(model, examples, pad, config, run):
     count = dict(zip(names, zip(counts[::2], counts[1::2])))
     right = sum(count[name][0] for name in set(tasks))
     record = dict(val_loss=loss / len(examples), val_accuracy=right / len(examples),
-                  accuracy_by_depth={name: count[name][0] / count[name][1] for name in sorted(set(groups))})
+                  accuracy_by_depth={name: count[name][0] / count[name][1] for name in depths})
     if len(set(tasks)) > 1:
         record['accuracy_by_task'] = {name: count[name][0] / count[name][1] for name in sorted(set(tasks))}
     if model.fusion is not None:
@@ -343,7 +346,8 @@ def train(config, run, stop):
     optimizer = optimizer_of(model, config)
     per_epoch = -(-len(shown) // config['batch_size'])
     last = config['epochs'] * per_epoch
-    step, measured, last_loss, norms, record, order = 0, -1, math.nan, [], {}, None
+    step, measured, last_loss, record = 0, -1, math.nan, {}
+    norms, order = [], None                                     # of the epoch at hand
 
     folder = open_run('cls', config, run) if last else None     # --epochs=0 leaves nothing behind
     logged = None
@@ -364,6 +368,13 @@ def train(config, run, stop):
     if run.world > 1:
         net = DistributedDataParallel(model, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
 
+    if run.main and folder:
+        print(f'{used:,} parameters; {config["variant"]}; {config["task"]}, {len(shown):,} + {len(held):,} examples, '
+              f'majority {majority:.3f}; {run.device.type} x {run.world}; {folder}', flush=True)
+    seconds, trained, tokens, speed = 0.0, 0, 0, 0.0
+    quiet = not (run.main and folder)
+    bar = tqdm(total=last, initial=step, disable=quiet, unit='step', dynamic_ncols=True)
+
     def save():
         bar.clear()
         if not all(p.isfinite().all() for p in model.parameters()):
@@ -373,12 +384,7 @@ def train(config, run, stop):
                 model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, measured=measured,
                 last_loss=last_loss, norms=norms, record=record, config=config))
 
-    if run.main and folder:
-        print(f'{used:,} parameters; {config["variant"]}; {config["task"]}, {len(shown):,} + {len(held):,} examples, '
-              f'majority {majority:.3f}; {run.device.type} x {run.world}; {folder}', flush=True)
-    seconds, trained, tokens, speed = 0.0, 0, 0, 0.0
-    quiet = not (run.main and folder)
-    with tqdm(total=last, initial=step, disable=quiet, unit='step', dynamic_ncols=True) as bar:
+    with bar:
         while True:
             if (step == last or step and step % per_epoch == 0) and step != measured:
                 record = measure(model, held, tokenizer.pad, config, run)
@@ -397,7 +403,7 @@ def train(config, run, stop):
             started = time.perf_counter()
             epoch, at = divmod(step, per_epoch)
             if at == 0:
-                norms = []                                      # of the epoch at hand
+                norms = []
             if at == 0 or order is None:
                 order = order_of(len(shown), len(parts), config, epoch)
             batch = [shown[i] for i in order[at * config['batch_size']:][:config['batch_size']]]

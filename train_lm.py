@@ -244,6 +244,13 @@ def train(config, run, stop):
         net = DistributedDataParallel(net, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
     peak = peak_flops(run.device)
 
+    if run.main and folder:
+        print(f'{model.num_params():,} parameters; {config["ffn"]}{" with quantifiers" * config["quant"]}; '
+              f'{config["dataset"]}; {run.device.type} x {run.world}; {folder}', flush=True)
+    seconds, trained, tokens_per_second = 0.0, 0, 0.0
+    quiet = not (run.main and folder)
+    bar = tqdm(total=config['max_steps'], initial=step, disable=quiet, unit='step', dynamic_ncols=True)
+
     def save(*names):
         bar.clear()                                             # should it fail, its line stands alone
         if not all(p.isfinite().all() for p in model.parameters()):
@@ -254,12 +261,7 @@ def train(config, run, stop):
                     model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, measured=measured, best=best,
                     last_loss=last_loss, record=record, config=config, vocab_size=meta['vocab_size']))
 
-    if run.main and folder:
-        print(f'{model.num_params():,} parameters; {config["ffn"]}{" with quantifiers" * config["quant"]}; '
-              f'{config["dataset"]}; {run.device.type} x {run.world}; {folder}', flush=True)
-    seconds, trained, tokens_per_second = 0.0, 0, 0.0
-    quiet = not (run.main and folder)
-    with tqdm(total=config['max_steps'], initial=step, disable=quiet, unit='step', dynamic_ncols=True) as bar:
+    with bar:
         while True:
             if (step % config['eval_every'] == 0 or step == config['max_steps']) and step != measured:
                 record = measure(model, tokens['val'], pairs, tokenizer, config, run)

@@ -1,19 +1,16 @@
 """What the scans, the FFN kinds and the logic stream cost, in time and memory. A benchmark: pytest does not collect it.
 
-    python tests/bench.py --scan      the parallel scans against a loop over the tokens     results/bench_scan.json
+    python tests/bench.py --scan      the parallel scans against a loop over the tokens
     python tests/bench.py --lm        training steps of nc, without and with quantifiers, against gelu
-    results/bench_lm.json
     python tests/bench.py --cls       forward and backward of each variant of the classifier against baseline, at the
-    shape of the layers of Llama 3.1 8B and 3.2 1B                                     results/bench_cls.json
+                                      shape of the layers of Llama 3.1 8B and 3.2 1B
     python tests/bench.py --parity    64 models of the parity probe as one against one by one
-    results/bench_parity.json
 
-On CUDA GPT and the scans are compiled, the models trained in bf16. What is compared is interleaved in one
-process, a round of each after the other, so that a slower minute slows all of them. Ratios are medians over the rounds.
-Prints a table and, as the last line, the numbers as JSON.
+Each prints a table and writes results/bench_NAME.json; the last line is the same as JSON. On CUDA GPT and the scans are
+compiled, the models trained in bf16. What is compared is interleaved in one process, a round of each after the other,
+so that a slower minute slows all of them. Ratios are medians over the rounds.
 """
 
-import json
 import os
 import platform
 import statistics
@@ -22,8 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +31,7 @@ import parity
 import train_cls
 from model import GPT, VARIANTS, Classifier, Llama, param_groups
 from quantifier import decayed_max, decayed_mean
-from runtime import configure, fail, launch, precision, result
+from runtime import check_results, configure, fail, launch, precision, result, write_json
 from train_lm import PRESETS, peak_flops
 
 DEFAULTS = dict(
@@ -347,17 +343,20 @@ def bench_parity(device, repeats, steps=200, n_seeds=64):
 BENCHES = {'scan': bench_scan, 'lm': bench_lm, 'cls': bench_cls, 'parity': bench_parity}
 
 
-if __name__ == '__main__':
+def main():
     config = configure(__file__, DEFAULTS)
     chosen = [name for name in BENCHES if config[name]]
     if not chosen:
         fail(f'nothing to measure: give one or more of {", ".join("--" + name for name in BENCHES)}')
+    check_results()
     device, results = launch(config['device']).device, {}
     torch.backends.cuda.matmul.allow_tf32 = True
     for name in chosen:
         more = (config['layers'],) if name == 'cls' else ()
         results[name] = dict(machine=machine(device), **BENCHES[name](device, config['repeats'], *more))
-        path = ROOT / 'results' / f'bench_{name}.json'
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(results[name], indent=1) + '\n')
+        write_json(Path('results', f'bench_{name}.json'), results[name])
     result(**results)
+
+
+if __name__ == '__main__':
+    main()
