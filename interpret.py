@@ -236,13 +236,14 @@ def licensing_test(model, tokenizer, device, seed=1, desc='licensing'):
     def sample(options, size):
         return [options[i] for i in torch.randperm(len(options), generator=generator)[:size].tolist()]
 
+    tasks = {family.__name__: encode_places(tokenizer, prepare.licensed_places(family, n, seed), device)
+             for family in prepare.LICENSED}
+    longest = max(task.ids.size(1) for task in tasks.values())
+    if longest > model.block_size:
+        fail(f'block_size={model.block_size}: the licensing test needs a context of at least {longest} tokens')
     units, groups = [], []
-    for family in tqdm(prepare.LICENSED, desc=desc, disable=not desc, dynamic_ncols=True, leave=False):
-        task = encode_places(tokenizer, prepare.licensed_places(family, n, seed), device)
-        if task.ids.size(1) > model.block_size:
-            fail(f'the licensing test has sentences of {task.ids.size(1)} tokens: expected a model with a context of as '
-                 f'many, got block_size={model.block_size}')
-        name, seen = family.__name__, trace(model, task.ids)
+    for name, task in tqdm(tasks.items(), desc=desc, disable=not desc, dynamic_ncols=True, leave=False):
+        seen = trace(model, task.ids)
         drop = ablation(model, seen, word_log_prob(model, task), task.real)
         random_R = torch.stack([drop([unit], n).mean() for unit in sample(list(kinds), TEST['random_units'])])
         passed = [dict(family=name, layer=layer, unit=unit, kind=kinds[layer, unit], auc=float(auc_F[unit]),

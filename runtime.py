@@ -669,6 +669,12 @@ def write_json(path, value, indent=1):
     write_file(path, json.dumps(plain(value), indent=indent) + '\n')
 
 
+def write_results(name, config, results, **more):
+    """results/NAME.json: the settings, torch's version and each row's results by seed."""
+    settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
+    write_json(Path('results', f'{name}.json'), dict(config=settings, torch=torch.__version__, results=results, **more))
+
+
 def table(header, lines):
     """A Markdown table."""
     rows = [header, ['---'] * len(header), *lines]

@@ -35,7 +35,7 @@ import prepare
 from model import CHOICES, VARIANTS, Classifier, Llama, load_llama
 from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, launch, main_first,
                      open_run, pyplot, reason, restore, result, save_checkpoint, save_figure, spread, student_t, study,
-                     table, write_config, write_json, write_text)
+                     table, write_config, write_results, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -565,9 +565,7 @@ def run_variants(config, run, stop):
     results = study('-'.join(filter(None, ('cls', config['task'], own))), rows, config, run, stop, train, with_routing)
     name = f'cls_{config["task"]}_{asked.replace(",", "_")}'
     text, differences = summary(results)
-    settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
-    write_json(Path('results', f'{name}.json'), dict(config=settings, torch=torch.__version__, results=results,
-                                                     differences=differences))
+    write_results(name, config, results, differences=differences)
     write_text(Path('results', f'{name}.md'), text)
     draw_seeds(results, Path('results', f'{name}.png'))
     draw_routing(results, Path('results', f'{name}_routing.png'))

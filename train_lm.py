@@ -30,7 +30,7 @@ from evaluate import batch_at, mean_loss, pair_accuracy, windows
 from model import FFN_KINDS, GPT, MODEL_KEYS, param_groups
 from runtime import (Diverged, Log, StopSignal, all_sum, check_numbers, conclude, configure, fail, finish, launch,
                      main_first, open_run, precision, pyplot, restore, result, save_checkpoint, save_figure, spread,
-                     study, table, write_config, write_json, write_text)
+                     study, table, write_config, write_results, write_text)
 
 DEFAULTS = dict(
     # the run
@@ -340,8 +340,7 @@ def signs(outcome, settings, lines):
 
 def publish(name, results, config, header, lines, draw):
     """Writes results/NAME.json, .md and .png, and prints the table."""
-    settings = {key: value for key, value in config.items() if key not in ('out_dir', 'resume', 'overwrite')}
-    write_json(Path('results', f'{name}.json'), dict(config=settings, torch=torch.__version__, results=results))
+    write_results(name, config, results)
     write_text(Path('results', f'{name}.md'), table(header, lines))
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.8), layout='constrained')
     draw(*axes)
@@ -375,11 +374,12 @@ def compare(config, run, stop):
     curves = {row: [r['curve'] for r in results[row]] for row in shown}
     history = lambda row, key: np.array([[point[key] for point in curve] for curve in curves[row]])    # seeds, steps
     steps = [point['step'] for point in curves['gelu'][0]]
+    licensed = 'licensing_accuracy' in curves['gelu'][0][0]
 
     def draw(left, right):
         for color, row in zip(COLORS, shown):
             axes = {right: history(row, 'val_loss')}
-            axes[left] = history(row, 'licensing_accuracy') if config['dataset'] == 'licensing' else 100 * np.expm1(
+            axes[left] = history(row, 'licensing_accuracy') if licensed else 100 * np.expm1(
                 axes[right] - history('gelu', 'val_loss'))
             for axis, values in axes.items():
                 axis.plot(steps, values.T, color=color, alpha=0.25, lw=1)
@@ -387,10 +387,11 @@ def compare(config, run, stop):
         left.set(xlabel='step', ylabel='perplexity over gelu, %', xlim=(0, steps[-1]))
         floor = min(history(row, 'val_loss')[:, -1].min() for row in shown)
         right.set(xlabel='step', ylabel='validation loss, nats a token', xlim=(0, steps[-1]), ylim=(floor, floor + 0.6))
-        if config['dataset'] == 'licensing':
-            early = (0, steps[-1] / 2)                          # the paper's difference is one of the first epoch
-            left.set(ylabel='licensing accuracy, held-out pairs', xlim=early, ylim=(0.45, 1.01))
-            right.set(xlim=early)
+        if licensed:
+            left.set(ylabel='licensing accuracy, held-out pairs', ylim=(0.45, 1.01))
+        if name == 'compare':                                   # the paper's difference is one of the first epoch
+            left.set_xlim(0, steps[-1] / 2)
+            right.set_xlim(0, steps[-1] / 2)
         left.legend()
 
     header = ['FFN', 'parameters', 'val loss, nats', 'over gelu, %', 'licensing accuracy', 'half-life, exists',

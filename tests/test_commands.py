@@ -60,7 +60,7 @@ FILES = {
     'train_cls.py': 'out/cls/*/ config.json log.jsonl last.pt',
     'prepare.py text': 'data/*/ train.bin val.bin meta.json',
     'prepare.py openwebtext': 'data/openwebtext/ train.bin val.bin meta.json',
-    **{f'prepare.py {task}': f'data/{task}/ train.jsonl validation.jsonl meta.json' for task in ('proofwriter', 'mnli')},
+    **{f'prepare.py {task}': f'data/{task}/ train.jsonl validation.jsonl meta.json' for task in prepare.SOURCES},
     'prepare.py licensing --long_memory': 'data/licensing_long/ train.bin val.bin pairs.jsonl meta.json',
     **{f'bench.py --{name}': f'results/bench_{name} .json' for name in bench.BENCHES}}
 

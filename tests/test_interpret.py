@@ -554,6 +554,12 @@ def test_a_mistake_ends_in_one_line(tmp_path, here, data_dir, command, words, sa
     assert [path.name for path in run.iterdir()] == ['last.pt']
 
 
+def test_the_licensing_test_needs_a_context_as_long_as_its_sentences(tmp_path, data_dir, command):
+    model = random_model(block_size=6)
+    status, _, err = command(f'--ckpt={save(model, tmp_path / "run", data_dir, block_size=6)}', '--n_tokens=60')
+    assert status == 2 and err.startswith('error: block_size=6: ') and err.count('\n') == 1
+
+
 def test_bytes_have_no_licensing_test(tmp_path, command):
     (tmp_path / 'text.txt').write_text('the dog is older than the cat. ' * 200)
     prepare.make_text(tmp_path, 'licensing', str(tmp_path / 'text.txt'), tokenizer='bytes', num_threads=1)
