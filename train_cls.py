@@ -20,6 +20,7 @@ batch_size counts the examples of a step over all processes; a step's examples a
 or gradient that is not finite stops the run with status 3; a signal, after the step at hand, with 128 + signal.
 """
 
+import itertools
 import json
 import math
 import time
@@ -478,11 +479,12 @@ def paired(first, second):
 
 def summary(results):
     """Text and numbers of the runs {variant: [result of each seed]}: the table of means and sds, accuracy by proof
-    depth where known, and the paired differences of PAIRS with the paper's verdict.
+    depth and by task where there are several, and the paired differences of PAIRS with the paper's verdict, in multi
+    for each task too.
 
     A variant's name may start with its task (mnli_inter8); pairs are of one task.
     """
-    lines, by_depth = [], []
+    lines = []
     forgets = ['half_life_median'] if any('half_life_median' in r for runs in results.values() for r in runs) else []
     for name, runs in results.items():
         sd_of = lambda key, digits: f' ± {runs[0][key + "_sd"]:.{digits}f}' if key + '_sd' in runs[0] else ''
@@ -490,25 +492,28 @@ def summary(results):
         used = f'{runs[0]["params_used"]:,}' if 'params_used' in runs[0] else ''
         lines.append([name, len(runs), of('val_accuracy', 4), of('val_loss'), of('entropy', 4), of('fired', 4),
                       of('alpha', 4), of('grad_norm', 2), *(of(key, 1) for key in forgets), used])
-        depths = [r.get('accuracy_by_depth', {}) for r in runs]
-        if len(depths[0]) > 1:
-            by_depth.append([name, {depth: spread([d.get(depth) for d in depths]) for depth in depths[0]}])
     header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm',
               *(['half-life, tokens'] if forgets else []), 'parameters used']
     majority = [r['majority'] for runs in results.values() for r in runs if 'majority' in r]
     text = table(header, lines)
     if majority:
         text += f'\nThe commonest label alone: {spread(majority, 4)}.\n'
-    if by_depth:
-        depths = list(dict.fromkeys(depth for _, row in by_depth for depth in row))
-        text += '\n' + table(['accuracy', *depths], [[name, *(row.get(depth, '') for depth in depths)]
-                                                     for name, row in by_depth])
+    for key in ('accuracy_by_depth', 'accuracy_by_task'):
+        shares = {name: [r.get(key, {}) for r in runs] for name, runs in results.items()}
+        parts = list(dict.fromkeys(part for rows in shares.values() for row in rows for part in row))
+        if len(parts) > 1:
+            text += '\n' + table(['accuracy', *parts], [
+                [name, *(spread([row.get(part) for row in rows]) for part in parts)] for name, rows in shares.items()])
+    tasks = dict.fromkeys(task for runs in results.values() for r in runs for task in r.get('accuracy_by_task', {}))
+    compared = {'': results} | {f', {task}': {
+        name: [r | dict(val_accuracy=r['accuracy_by_task'][task]) for r in runs if 'accuracy_by_task' in r]
+        for name, runs in results.items()} for task in tasks}
     differences = {}
-    for prefix in ('', 'mnli_', 'multi_'):
-        for first, second in PAIRS:
+    for suffix, rows in compared.items():
+        for prefix, (first, second) in itertools.product(('', 'mnli_', 'multi_'), PAIRS):
             first, second = prefix + first, prefix + second
-            if first in results and second in results and (pair := paired(results[first], results[second])):
-                differences[f'{first} - {second}'] = pair
+            if first in rows and second in rows and (pair := paired(rows[first], rows[second])):
+                differences[f'{first} - {second}{suffix}'] = pair
     if differences:
         text += '\n' + table(
             ['difference in accuracy', 'mean, points', 'SE', 't', 't that 95% needs', 'supported (over 2 SE)'],

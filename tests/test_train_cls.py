@@ -951,6 +951,18 @@ def test_supported_is_positive_and_more_than_two_standard_errors(diffs, t, suppo
     assert t is None or found['t'] == t
 
 
+def test_of_several_tasks_each_is_compared_by_itself():
+    """One variant gains three points and one on a task and loses them on the other: no difference in the mean."""
+    def on(seed, one, other):
+        return dict(seed=seed, val_accuracy=(one + other) / 2, accuracy_by_task=dict(proofwriter=one, mnli=other))
+
+    text, found = train_cls.summary({'nogate': [on(1, 0.5, 0.5), on(2, 0.5, 0.5), dict(seed=3, diverged_at=1)],
+                                     'inter8': [on(1, 0.53, 0.47), on(2, 0.51, 0.49), on(3, 0.9, 0.9)]})
+    assert {name: round(pair['mean'], 6) for name, pair in found.items()} == {
+        'inter8 - nogate': 0, 'inter8 - nogate, proofwriter': 0.02, 'inter8 - nogate, mnli': -0.02}
+    assert '| accuracy | proofwriter | mnli |' in text and '| nogate | 0.500 ± 0.000 | 0.500 ± 0.000 |' in text
+
+
 @pytest.mark.parametrize('freedom', range(1, 10))
 def test_between_the_t_values_lie_95_percent(freedom):
     t_95 = round(runtime.student_t(freedom), 2)              # as the table has it
