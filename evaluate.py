@@ -122,17 +122,17 @@ def windows(tokens, block_size, most=0):
 
 
 @torch.no_grad()
-def mean_loss(model, batch_at, starts, batch_size, run, context):
+def mean_loss(model, read, starts, batch_size, run, context):
     """Cross-entropy in nats a token over the windows at `starts`: summed, then divided by the count, over all
     processes.
 
-    batch_at(starts) -> (ids_BT, targets_BT). run: the processes, see runtime.launch. context: the precision, see
+    read(starts) -> (ids_BT, targets_BT). run: the processes, see runtime.launch. context: the precision, see
     runtime.precision.
     """
     total = count = 0
     mine = starts[run.rank::run.world]
     for i in range(0, len(mine), batch_size):
-        ids_BT, targets_BT = batch_at(mine[i:i + batch_size])
+        ids_BT, targets_BT = read(mine[i:i + batch_size])
         with context:
             total += model(ids_BT, targets_BT).item() * targets_BT.numel()
         count += targets_BT.numel()
@@ -151,8 +151,8 @@ def segments(n_tokens, block_size, stride):
 
 @torch.no_grad()
 def scored(model, sequences, counts, device, batch_size=256, desc=''):
-    """Of each sequence of ids, the last `count` as predicted from what is before them: their summed log-probability, in
-    fp32, and whether each was the likeliest. [N] float and [N] bool arrays.
+    """The summed log-probability, in fp32, of the last `count` tokens of each sequence of ids given those before, and
+    whether each of them was the likeliest. [N] float and [N] bool arrays.
 
     Batched by length; of a sequence beyond the context, the end that fits is read. desc: a progress bar's label.
     """
@@ -175,11 +175,6 @@ def scored(model, sequences, counts, device, batch_size=256, desc=''):
             greedy_N[rows] = ((logits_BTV.argmax(-1) == targets_BT) | (targets_BT < 0)).all(1).cpu()
             bar.update(len(rows))
     return score_N, greedy_N
-
-
-def log_probs(model, sequences, device, batch_size=256):
-    """Summed log-probability of each sequence of ids after its first token, [N]; see scored."""
-    return scored(model, sequences, [len(ids) - 1 for ids in sequences], device, batch_size)[0]
 
 
 def last_word(tokenizer, text):

@@ -1,6 +1,6 @@
 """Reads the units of a trained GPT: what each fires on, remembers and predicts (paper A, sections 6, 7 and 9).
 
-    python interpret.py                                        # the newest run of train_lm.py: a minute on a CPU
+    python interpret.py                                        # the newest run of train_lm.py: half a minute on a CPU
     python interpret.py --ckpt=out/lm/RUN --html=units.html    # the same as one page to read in a browser
     python interpret.py --ckpt=out/lm/RUN --layer=2            # the Boolean units of a layer by name (layers from 0)
     python interpret.py --ckpt=out/lm/RUN --layer=2 --unit=470 # all about one unit
@@ -130,9 +130,9 @@ def response(ffn, x_BTD, hidden_BTF):
 
 @torch.no_grad()
 def lens(model, layer):
-    """Logit lens: how far one unit of each hidden unit raises each token's logit, [V,F], but for the final norm's
-    division, which is one positive number a token of text. What a unit writes to every direction alike the norm's
-    centring removes."""
+    """Logit lens: what adding 1 to a hidden unit does to each token's logit, [V,F], but for the final norm's division,
+    which is one positive number a token of text. What a unit writes to every direction alike the norm's centring
+    removes."""
     write_DF = model.blocks[layer].ffn.down.weight
     write_DF = model.norm.weight[:, None] * (write_DF - write_DF.mean(0))
     return model.tokens.weight[:model.vocab_size] @ write_DF
@@ -576,7 +576,7 @@ def study(c, device):
             bar.set_postfix_str(f'{name}, seed {seed}')
             model, config, meta = load(name, seed)
             model = changed(model, config, STUDY[name][1], seed)
-            units, groups = licensing_test(model, tokenizer_of(meta), device, c.seed, desc='')
+            units, groups = licensing_test(model, tokenizer_of(meta), device, seed, desc='')        # its own sentences
             ids_BT, targets_BT = text_of(c, config, device)
             seen = trace(model, ids_BT)
             kept[name, seed] = dict(model=name, seed=seed, weights=weights[name, seed], units=units, groups=groups,

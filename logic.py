@@ -77,15 +77,13 @@ def quantify(u_BSJ, decay_J, mask_BS):
     The first half of each family's gates is decayed_max, the other half the corrected decayed_mean (paper A, section
     9); computed in fp32, returned in u's dtype. At rate 0 either is u itself.
     """
-    real_BS1, gates = mask_BS[..., None], len(decay_J) // 3
-
-    def halves(x):                                                            # of each family's gates, side by side
-        return [half.flatten(-2) for half in x.unflatten(-1, (3, gates)).tensor_split([(gates + 1) // 2], dim=-1)]
-
-    (m_exists, m_often), (gamma, lam) = halves(u_BSJ.masked_fill(~real_BS1, 0)), halves(decay_J.float().sigmoid())
-    weight = decayed_sum(real_BS1.to(u_BSJ).expand_as(m_often), lam)          # 1 or more from the first real token on
-    said = decayed_max(m_exists, gamma), decayed_sum(m_often, lam) / weight.clamp(min=1)
-    return torch.cat([half.unflatten(-1, (3, half.size(-1) // 3)) for half in said], -1).flatten(-2).to(u_BSJ.dtype)
+    u_BSJ, real_BS1, said = u_BSJ.masked_fill(~mask_BS[..., None], 0), mask_BS[..., None].to(u_BSJ), []
+    for m_BSG, rate_G in zip(u_BSJ.chunk(3, dim=-1), decay_J.float().sigmoid().chunk(3)):           # AND, OR, NOT
+        n = (len(rate_G) + 1) // 2
+        gamma, lam = rate_G[:n], rate_G[n:]
+        weight = decayed_sum(real_BS1.expand_as(m_BSG[..., n:]), lam)         # 1 or more from the first real token on
+        said += [decayed_max(m_BSG[..., :n], gamma), decayed_sum(m_BSG[..., n:], lam) / weight.clamp(min=1)]
+    return torch.cat(said, dim=-1).to(u_BSJ.dtype)
 
 
 def route(logits_BSJ, tau=1.0):
@@ -121,8 +119,6 @@ class LogicLayer(nn.Module):
     than 2 with it.
     """
 
-    half_life = Quantifier.half_life                # axis 'quant' alone: of each gate's rate, [3G] in tokens
-
     def __init__(self, d_logic=256, n_gates=8, window=2, axis='inter', tau=1.0, gate_mode='soft', residual='attended',
                  route_scale=False):
         super().__init__()
@@ -135,7 +131,7 @@ class LogicLayer(nn.Module):
         if axis == 'quant':
             if window != 2:
                 raise ValueError(f'axis=quant pairs a token with what came before it: expected window=2, got {window}')
-            self.decay = Quantifier(3 * n_gates).decay
+            self.quantifier = Quantifier(3 * n_gates)                         # for its rates; see quantify
 
     def forward(self, attended_BSL, state_BSL, mask_BS):
         """The layer's input, the state before it and the mask (true where real) -> (state after it [B,S,L], stats).
@@ -157,7 +153,7 @@ class LogicLayer(nn.Module):
                     for v_BSG, fill in zip(v_BSJ.chunk(3, dim=-1), (1, 0, 1))]
 
         if self.axis == 'quant':
-            before = windows(quantify(u_BSJ, self.decay, mask_BS), 2, 'inter')
+            before = windows(quantify(u_BSJ, self.quantifier.decay, mask_BS), 2, 'inter')
             # of a window over the quantifier's values the earlier one, what it said before this token
             operands = [torch.cat([q_BSGC[..., :1], u_BSGC], dim=-1)
                         for q_BSGC, u_BSGC in zip(before, windows(u_BSJ, 1, 'inter'))]

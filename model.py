@@ -39,6 +39,14 @@ FFN_KINDS = (*POINTWISE, *GATED, 'nc')
 SOFT_GATE = 0.9     # a Boolean unit is a soft gate where one operand explains so much of its variance
 
 
+def squared_correlation(x_NF, y_NF):
+    """R^2 of each column of y explained by that of x, [F]; 1 where y stands still."""
+    x_NF, y_NF = x_NF - x_NF.mean(0), y_NF - y_NF.mean(0)
+    variance = y_NF.square().sum(0)
+    explained = (x_NF * y_NF).sum(0).square() / (x_NF.square().sum(0) * variance).clamp_min(1e-30)
+    return torch.where(variance > 1e-12 * len(y_NF), explained, 1.0)
+
+
 class FFN(nn.Module):
     """[B,T,D] -> [B,T,D] through about d_ff hidden units, with the parameter count of the GELU layer of width d_ff.
 
@@ -135,14 +143,8 @@ class FFN(nn.Module):
         correlation of the unit with its A and with its B. A unit that stands still has 1."""
         operands = self.memberships(x_BTD)
         A, B = operands['a'].flatten(0, -2).double(), operands['b'].flatten(0, -2).double()         # [tokens, n]
-        centre = lambda z: z - z.mean(dim=0)
-        explained = []
-        for unit in (A * B, and_not(A, B)):
-            cov = [(centre(unit) * centre(operand)).sum(dim=0) for operand in (A, B)]
-            norm = [centre(z).square().sum(dim=0) for z in (A, B, unit)]
-            r2 = [c.square() / (n * norm[2]).clamp_min(1e-30) for c, n in zip(cov, norm)]
-            explained.append(torch.where(norm[2] > 1e-12 * len(A), torch.stack(r2), 1.0))
-        return torch.cat(explained, dim=1)
+        return torch.stack([torch.cat([squared_correlation(operand, unit) for unit in (A * B, and_not(A, B))])
+                            for operand in (A, B)])
 
     def single_operand_r2(self, x_BTD):
         """How far one operand explains each and, and_not unit, [2 n]: the larger of operand_r2 (paper A: a soft gate).
@@ -624,6 +626,7 @@ VARIANTS = dict(
     matched=dict(branch='nogate', cross_attn=False, control='matched'),    # inter8_noxattn but for what is in the layer
     nogate_xattn=dict(branch='nogate'),               # the cell the paper did not run: its control with cross-attention
     scaled=dict(route_scale=True),
+    ste=dict(route_scale=True, gate_mode='ste'),      # scaled with hard gates, which fire or do not
     quant=dict(axis='quant'),                         # both papers: a gate reads all earlier tokens, fading, not one
     inter8_fp32=dict(logic_dtype='float32'),          # inter8 itself where the backbone is in fp32
 )
@@ -732,7 +735,7 @@ class Fusion(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Paper B's model: Llama (built without its output head), a logic stream beside it and a head of n_classes.
+    """Paper B's model: Llama (built without its output head), a logic stream beside it and a head of three labels.
 
     branch 'none' is a linear head on the last token; 'nogate' and 'routed' add stream, fusion and an RMSNorm before the
     head. control='paper' gives nogate the paper's control (see NoGateLayer and Fusion); 'matched' one that has routed's
@@ -743,7 +746,7 @@ class Classifier(nn.Module):
     an unknown choice.
     """
 
-    def __init__(self, llama, n_classes=3, branch='routed', axis='inter', gates=8, window=2, tau=1.0, cross_attn=True,
+    def __init__(self, llama, branch='routed', axis='inter', gates=8, window=2, tau=1.0, cross_attn=True,
                  alpha=0.01, learn_alpha=False, gate_mode='soft', control='paper', residual='attended',
                  route_scale=False, logic_dtype='same', d_logic=256, n_head_logic=4, unused=False,
                  checkpointing=False):
@@ -767,7 +770,7 @@ class Classifier(nn.Module):
             self.stream = LogicStream(d, len(llama.layers), layer, cross_attn, d_logic, n_head_logic, unused and mlp)
             self.fusion = Fusion(d, d_logic, alpha, learn_alpha, mlp)
             self.norm = RMSNorm(d)
-        self.head = nn.Linear(d, n_classes)
+        self.head = nn.Linear(d, 3)
         for module in self.children():
             if module is not llama:
                 module.to(embedding.device, torch.float32 if logic_dtype == 'float32' else embedding.dtype)
@@ -776,7 +779,7 @@ class Classifier(nn.Module):
                 p.data = p.data.float()
 
     def forward(self, ids_BS, mask_BS, labels_B=None):
-        """Token ids and a mask, true or 1 where a token is real -> (logits [B,n_classes] in fp32, stats); with labels
+        """Token ids and a mask, true or 1 where a token is real -> (logits [B,3] in fp32, stats); with labels
         -> (mean cross-entropy in nats, stats). Padding may be on either side; each row needs a real token.
 
         stats, detached, over real tokens: entropy and fired (means over layers) and routing [n_layer,3G] if routed (see

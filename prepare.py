@@ -26,6 +26,7 @@ and from rulebase, proofwriter and mnli
 Files are written aside and moved in once all are whole, meta.json last: a run that fails leaves what was there.
 The same command writes the same bytes. The last line of stdout is meta.json without the words.
 """
+
 import base64
 import contextlib
 import itertools
@@ -72,8 +73,7 @@ DEFAULTS = dict(
 TASKS = ['licensing', 'text', 'openwebtext', 'rulebase', 'proofwriter', 'mnli']
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers
+# ---- tokenizers
 
 def split_words(text):
     """Lower-case words, and each mark of punctuation as a word."""
@@ -237,8 +237,7 @@ def special_ids(config, special):
     return found[0], found[1], found[1] if found[2] is None else found[2]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Token files
+# ---- token files
 
 def token_dtype(vocab_size):
     """Name of the smallest unsigned type that holds every id below vocab_size."""
@@ -349,8 +348,7 @@ def picker(seed, purpose):
     return lambda options: options[int(uniform() * len(options))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Licensing: sentences in which one word may only come after another
+# ---- licensing: sentences in which one word may only come after another
 
 NAMES = 'fred anna bob mary john lucy sam kate paul emma'.split()
 NOUNS = 'dog cat king queen baker farmer teacher doctor pilot child'.split()
@@ -538,8 +536,7 @@ def make_licensing(data_dir, name='licensing', seed=1, n_tokens=1_000_000, shuff
                           long_memory=long_memory)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
+# ---- text
 
 def read_documents(path):
     """The documents of a .txt file, or of all in a folder by name, where two blank lines part them. ValueError."""
@@ -639,8 +636,7 @@ def make_openwebtext(data_dir, name, source='', repository=DEFAULTS['repository'
                           documents=dict(train=len(rows) - n_val, val=n_val))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Classification: a context, a question, one of three labels
+# ---- classification: a context, a question, one of three labels
 
 TEMPLATES = dict(rulebase='{context}\nQuestion: {question}', proofwriter='{context}\nQuestion: {question}',
                  mnli='{context}\nHypothesis: {question}')      # paper B prints ProofWriter's, none for MNLI
@@ -838,8 +834,7 @@ def collate(ids, pad, side='right'):
     return ids_BS, mask_BS
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rulebase: small theories, and questions that they prove, disprove or leave open
+# ---- rulebase: small theories, and questions that they prove, disprove or leave open
 
 PEOPLE = 'Anne Bob Dave Erin Fiona Gary'.split()
 PROPERTIES = 'big blue cold green kind nice quiet red rough round smart young'.split()
@@ -962,8 +957,7 @@ def make_rulebase(data_dir, name='rulebase', seed=1, n_train=20_000, n_val=2_000
                           balance=balance)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation sets: read where they are, nothing is written
+# ---- evaluation sets: read where they are, nothing is written
 
 def read_texts(path, repository, configs, split, columns):
     """The rows, as dicts of the text in `columns`, of a .jsonl file, or without one of the hub's repository, its

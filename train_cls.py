@@ -6,7 +6,7 @@
 
     python train_cls.py --count_params                                        # Table 2 of the paper; needs no weights
     python train_cls.py --preset=tiny --variants=table1 --seeds=42,777,123    # every run of a table, then the table
-    python train_cls.py --preset=tiny --variants=depth --seeds=42,777,123     # shallow proofs in training, then deeper
+    python train_cls.py --preset=tiny --variants=depth                        # shallow proofs in training, then deeper
     python train_cls.py --summarize=tests/paper_b_runs.json                   # the paper's tables from its own runs
     python train_cls.py --resume --out_dir=latest                             # continues a run
 
@@ -94,7 +94,7 @@ DEFAULTS = dict(
     log_every=10,               # steps between lines in log.jsonl
     # instead of training one model
     count_params=False,         # print Table 2 for this shape and stop
-    variants='',                # train table1 | table3 | table4 | table5 | all | precision | depth, or NAME,NAME
+    variants='',                # a table of TABLES (table1 | .. | all | precision | depth | alpha | fair), or NAME,NAME
     seeds='42,777,123',         # with each of these
     summarize='',               # print the tables of a file of finished runs
 )
@@ -122,20 +122,23 @@ TABLES = dict(
     all=tuple(name for name in VARIANTS if name != 'inter8_fp32'),
     precision=('inter8', 'inter8_fp32'),
     depth=('baseline', 'nogate', 'inter8', 'quant'),
+    alpha=('inter8_learned',),
+    fair=('baseline', 'matched', 'inter8_noxattn'),
 )
 # depth: of rulebase's 20,000 and 2,000 examples, 9,816 and 665 are left, both balanced, and two depths to test; with 0
 # no rule applies in training, with 2 there are 332 to test, of one depth
 TABLE_ROWS = dict(table3=dict(task='mnli'), table4=dict(task='multi'), depth=dict(train_depth=1),
-                  precision=dict(dtype='bfloat16', logic_dtype='same'))
+                  precision=dict(dtype='bfloat16', logic_dtype='same'), alpha=dict(alpha_lr=2e-4),
+                  fair=dict(residual='state', logic_dtype='float32'))
 # what a key's value brings: a row of settings, the later over the earlier, keys given over all
 ROWS = dict(task=TASKS, preset=PRESETS, variants=TABLE_ROWS, variant=VARIANTS)
 CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), variant=tuple(VARIANTS))
-# differences that the paper tests, over the runs of a seed: the first minus the second
+# differences over the runs of a seed, the first minus the second: those that the paper tests, then ours
 PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
          ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'), ('inter8', 'intra8'),
          ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
-         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('quant', 'inter8'), ('quant', 'nogate'),
-         ('inter8_fp32', 'inter8'))
+         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('ste', 'scaled'), ('quant', 'inter8'),
+         ('quant', 'nogate'), ('inter8_fp32', 'inter8'), ('matched', 'baseline'))
 
 
 # ---- data
@@ -251,7 +254,8 @@ def measure(model, examples, pad, config, run):
     if model.fusion is not None:
         record['alpha'] = model.fusion.alpha.item()
     if (config['branch'], config['axis']) == ('routed', 'quant'):
-        record['half_life_median'] = torch.cat([layer.half_life() for layer in model.stream.layers]).median().item()
+        half_lives = [layer.quantifier.half_life() for layer in model.stream.layers]
+        record['half_life_median'] = torch.cat(half_lives).median().item()
     if sums:
         *routing, entropy, fired = (number / tokens for number in sums)
         record |= dict(entropy=entropy, fired=fired, routing=torch.tensor(routing).view(layers, gates).tolist())
@@ -340,12 +344,12 @@ def train(config, run, stop):
         fail(error)
     except (RuntimeError, MemoryError, OverflowError) as error:
         fail(f'the model does not fit this machine: take smaller numbers ({reason(error)})')
-    shown, held = examples['train'], examples['validation']
-    labels = [example['label'] for example in held]
+    training, validation = examples['train'], examples['validation']
+    labels = [example['label'] for example in validation]
     majority = max(map(labels.count, set(labels))) / len(labels)
     trainable, used = model.num_params()
     optimizer = optimizer_of(model, config)
-    per_epoch = -(-len(shown) // config['batch_size'])
+    per_epoch = -(-len(training) // config['batch_size'])
     last = config['epochs'] * per_epoch
     step, measured, last_loss, record = 0, -1, math.nan, {}
     norms, order = [], None                                     # of the epoch at hand
@@ -370,8 +374,8 @@ def train(config, run, stop):
         net = DistributedDataParallel(model, device_ids=[run.local_rank] if run.device.type == 'cuda' else None)
 
     if run.main and folder:
-        print(f'{used:,} parameters; {config["variant"]}; {config["task"]}, {len(shown):,} + {len(held):,} examples, '
-              f'majority {majority:.3f}; {run.device.type} x {run.world}; {folder}', flush=True)
+        print(f'{used:,} parameters; {config["variant"]}; {config["task"]}, {len(training):,} + {len(validation):,} '
+              f'examples, majority {majority:.3f}; {run.device.type} x {run.world}; {folder}', flush=True)
     seconds, trained, tokens, speed = 0.0, 0, 0, 0.0
     quiet = not (run.main and folder)
     bar = tqdm(total=last, initial=step, disable=quiet, unit='step', dynamic_ncols=True)
@@ -388,7 +392,7 @@ def train(config, run, stop):
     with bar:
         while True:
             if (step == last or step and step % per_epoch == 0) and step != measured:
-                record = measure(model, held, tokenizer.pad, config, run)
+                record = measure(model, validation, tokenizer.pad, config, run)
                 if not math.isfinite(record['val_loss']):
                     raise Diverged(step, last_loss)
                 measured = step
@@ -406,8 +410,8 @@ def train(config, run, stop):
             if at == 0:
                 norms = []
             if at == 0 or order is None:
-                order = order_of(len(shown), len(parts), config, epoch)
-            batch = [shown[i] for i in order[at * config['batch_size']:][:config['batch_size']]]
+                order = order_of(len(training), len(parts), config, epoch)
+            batch = [training[i] for i in order[at * config['batch_size']:][:config['batch_size']]]
             for group in optimizer.param_groups:
                 group['lr'] = group['rate'] * min(1.0, (step + 1) / max(1, config['warmup']))
             loss, norm = gradients(net, model, batch, tokenizer.pad, config, run)

@@ -54,6 +54,7 @@ TABLE_2 = dict(                                                    # trainable, 
     inter8_alpha01=(7_579_068_163,) * 2,
     inter8_learned=(7_579_068_164,) * 2,
     scaled=(7_579_068_163,) * 2,
+    ste=(7_579_068_163,) * 2,
     inter8_fp32=(7_579_068_163,) * 2,
     quant=(7_579_068_163 + 32 * 24,) * 2,                          # a rate for each gate
 )
@@ -314,10 +315,10 @@ def test_a_learned_alpha_is_frozen_at_a_tenth_in_bf16(dtype, start, moves):
 def test_a_rate_learns_in_bf16_too():
     """In bf16 itself, spaced by 0.03 where it starts, a step of 2e-4 would round away; so it stays in fp32."""
     model = tiny('quant', dtype=torch.bfloat16)
-    decay = model.stream.layers[0].decay
+    decay = model.stream.layers[0].quantifier.decay
     with torch.no_grad():
         decay.fill_(math.log(99))
-    optimizer, before = torch.optim.AdamW([decay], lr=2e-4, weight_decay=0), decay.detach().clone()
+    optimizer, before = torch.optim.AdamW([decay], lr=2e-4, weight_decay=0, eps=1e-12), decay.detach().clone()
     assert torch.equal((before.bfloat16() - torch.tensor(2e-4).bfloat16()), before.bfloat16())
     for _ in range(5):
         F.cross_entropy(model(IDS, ALL)[0], LABELS).backward()

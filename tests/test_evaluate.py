@@ -19,7 +19,7 @@ import prepare
 import runtime
 import train_lm
 from conftest import ROOT
-from evaluate import log_probs, mean_loss, pair_accuracy, pair_rows, scored, segments, standard_error, summary, windows
+from evaluate import mean_loss, pair_accuracy, pair_rows, scored, segments, standard_error, summary, windows
 from model import GPT
 
 CPU = torch.device('cpu')
@@ -156,6 +156,10 @@ def sentence_score(model, ids):
     """log p(ids[1:] | ids[0]), one prefix after another."""
     with torch.no_grad():
         return sum(model(torch.tensor([ids[:t]]))[0, -1].log_softmax(-1)[ids[t]].item() for t in range(1, len(ids)))
+
+
+def log_probs(model, sequences, device, batch_size=256):
+    return scored(model, sequences, [len(ids) - 1 for ids in sequences], device, batch_size)[0]
 
 
 @pytest.mark.parametrize('batch_size', [1, 2, 3, 100])

@@ -515,6 +515,17 @@ def test_a_study_goes_on_where_it_was_left_and_measures_anew_what_was_trained_an
     assert command(f'--study={other}', *words[1:])[0] == 0 and len(measured) == 4
 
 
+def test_a_model_of_another_seed_is_read_on_other_sentences(data_dir, here, command, monkeypatch):
+    seeds, gelu = [], dict(ffn='gelu', quant=False)
+    for seed in (1, 2):
+        save(random_model(**gelu), here / 'runs' / f'gelu-seed{seed}', data_dir, **gelu)
+    monkeypatch.setattr(interpret, 'licensing_test', lambda *args, desc: (seeds.append(args[3]) or [], []))
+    monkeypatch.setattr(interpret, 'STUDY', {'gelu': ('gelu', '')})
+    assert command('--study=runs', '--seeds=2,1', '--n_tokens=200')[0] == 0 and seeds == [2, 1]
+    of = lambda seed: prepare.licensed_places(prepare.passive, 20, seed)
+    assert of(1) == of(1) and of(1) != of(2)
+
+
 @pytest.mark.parametrize('content, says', [
     ('{"settings": ', 'cannot read'),
     ('[1, 2]', 'no JSON object'),

@@ -153,7 +153,7 @@ def literal_layer(layer, attended, state, mask):
 
     def before(b, s, j):
         """What gate j reads of the real tokens before s, None where there are none: quantifiers, by their sums."""
-        rate = 1 / (1 + math.exp(-layer.decay[j].item()))
+        rate = 1 / (1 + math.exp(-layer.quantifier.decay[j].item()))
         earlier = [(rate ** (s - 1 - r), u[b, r][j]) for r in range(s) if real[b][r]]
         if not earlier:
             return None
@@ -237,7 +237,7 @@ def test_a_padded_predecessor_counts_as_before_the_start():
 def with_rate(layer, decay):
     """The layer with one rate, sigmoid(decay), for all gates."""
     with torch.no_grad():
-        layer.decay.fill_(decay)
+        layer.quantifier.decay.fill_(decay)
     return layer
 
 
@@ -268,20 +268,20 @@ def test_at_rate_1_a_quantifier_is_the_running_maximum_or_the_running_mean():
 def test_a_gate_starts_sticky_and_its_rate_learns():
     """Every rate has a gradient, by finite differences, and a step of descent on it lowers the loss."""
     layer, mask = LogicLayer(5, 3, axis='quant', route_scale=True).double(), mask_of('left')
-    assert layer.decay.sigmoid().tolist() == pytest.approx([0.99] * 9)
-    assert layer.half_life().tolist() == pytest.approx([math.log(0.5) / math.log(0.99)] * 9, rel=1e-5)
-    for key, p in lively(layer).named_parameters():
-        p.requires_grad_(key == 'decay')
+    assert layer.quantifier.decay.sigmoid().tolist() == pytest.approx([0.99] * 9)
+    assert layer.quantifier.half_life().tolist() == pytest.approx([math.log(0.5) / math.log(0.99)] * 9, rel=1e-5)
+    for key, p in lively(layer, seed=2).named_parameters():
+        p.requires_grad_(key == 'quantifier.decay')
     x, state, target = (states(2, 6, 5, seed=seed, dtype=torch.float64) for seed in range(3))
     loss_of = lambda: (layer(x, state, mask)[0] - target)[mask].square().mean()
-    gradient, = torch.autograd.grad(loss_of(), layer.decay)
+    gradient, = torch.autograd.grad(loss_of(), layer.quantifier.decay)
     for j in range(9):
         with torch.no_grad():
-            layer.decay[j] += 0.01
+            layer.quantifier.decay[j] += 0.01
             above = loss_of()
-            layer.decay[j] -= 0.02
+            layer.quantifier.decay[j] -= 0.02
             below = loss_of()
-            layer.decay[j] += 0.01
+            layer.quantifier.decay[j] += 0.01
         assert gradient[j].abs() > 1e-7 and gradient[j].item() == pytest.approx(((above - below) / 0.02).item(),
                                                                                rel=0.05, abs=1e-6)
 

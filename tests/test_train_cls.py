@@ -316,7 +316,7 @@ def test_every_parameter_is_in_the_optimizer_once_and_alpha_and_rates_by_themsel
     rest, alpha = train_cls.optimizer_of(model, config).param_groups
     assert Counter(map(id, rest['params'] + alpha['params'])) == Counter(map(id, model.parameters()))
     own = dict(inter8_learned=[getattr(model.fusion, 'alpha', None)],
-               quant=[getattr(layer, 'decay', None) for layer in model.stream.layers] if model.stream else [])
+               quant=[layer.quantifier.decay for layer in model.stream.layers] if name == 'quant' else [])
     assert list(map(id, alpha['params'])) == list(map(id, own.get(name, [])))
     assert (rest['rate'], rest['weight_decay'], alpha['rate'], alpha['weight_decay']) == (0.003, 0.3, 0.7, 0)
     assert rest['betas'] == alpha['betas'] == (0.9, 0.9)
@@ -326,8 +326,9 @@ def test_the_median_half_life_of_the_rates_is_in_the_result(train):
     """69 tokens at the start, and less or more at a rate of their own."""
     words = ['--variant=quant', '--lr=0', '--epochs=1']
     rest, moved = train(*words, '--alpha_lr=0', '--out_dir=x'), train(*words, '--alpha_lr=0.5', '--out_dir=y')
-    half_life = lambda folder: torch.cat([math.log(0.5) / F.logsigmoid(saved(folder)['model'][key].double())
-                                          for key in ('stream.layers.0.decay', 'stream.layers.1.decay')])
+    half_life = lambda folder: torch.cat([
+        math.log(0.5) / F.logsigmoid(saved(folder)['model'][f'stream.layers.{t}.quantifier.decay'].double())
+        for t in (0, 1)])
     assert rest['half_life_median'] == pytest.approx(68.97, abs=0.01)
     assert (half_life('x') - 68.97).abs().max() < 0.01 < (half_life('y') - 68.97).abs().min()
     assert moved['half_life_median'] == pytest.approx(half_life('y').median().item())
@@ -338,7 +339,7 @@ def test_rates_move_however_small_their_gradients_are(train):
     """A first step of AdamW is the learning rate, also of gradients far below the 1e-8 that it usually adds."""
     train('--variant=quant', '--alpha=1e-3', '--lr=0', '--alpha_lr=0.25', '--warmup=0', '--n_train=8', '--epochs=1',
           '--out_dir=x')
-    moved = torch.cat([saved('x')['model'][f'stream.layers.{t}.decay'] for t in (0, 1)]) - math.log(99)
+    moved = torch.cat([saved('x')['model'][f'stream.layers.{t}.quantifier.decay'] for t in (0, 1)]) - math.log(99)
     assert moved.abs().median() == pytest.approx(0.25, rel=0.05)
 
 
