@@ -553,8 +553,9 @@ def changed(model, config, change, seed):
 
 
 def study(c, device):
-    """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training.
-    A model that has been trained anew since it was measured, which its weights' norm tells, is measured anew."""
+    """Claim A14: detectors by kind of unit and family, in models with and without quantifiers, memory and training, the
+    models of each seed on sentences of their own. A model that has been trained anew since it was measured, which its
+    weights' norm tells, is measured anew."""
     seeds, path, anew = seeds_of(c.seeds), Path('out', 'detectors.json'), 'move it away to begin anew'
     settings = plain(dict(test=TEST, seed=c.seed, n_tokens=c.n_tokens))
     there = read_json(path, anew) if path.exists() else dict(settings=settings, records=[])
@@ -576,7 +577,7 @@ def study(c, device):
             bar.set_postfix_str(f'{name}, seed {seed}')
             model, config, meta = load(name, seed)
             model = changed(model, config, STUDY[name][1], seed)
-            units, groups = licensing_test(model, tokenizer_of(meta), device, seed, desc='')        # its own sentences
+            units, groups = licensing_test(model, tokenizer_of(meta), device, seed, desc='')
             ids_BT, targets_BT = text_of(c, config, device)
             seen = trace(model, ids_BT)
             kept[name, seed] = dict(model=name, seed=seed, weights=weights[name, seed], units=units, groups=groups,

@@ -136,9 +136,9 @@ CHOICES = CHOICES | dict(dtype=('bfloat16', 'float32'), task=tuple(TASKS), varia
 # differences over the runs of a seed, the first minus the second: those that the paper tests, then ours
 PAIRS = (('nogate', 'baseline'), ('intra8', 'nogate'), ('inter8', 'nogate'), ('inter8_alpha01', 'nogate'),
          ('inter8_learned', 'nogate'), ('inter16', 'nogate'), ('inter8_noxattn', 'nogate'), ('inter8', 'intra8'),
-         ('inter8_noxattn', 'inter8'), ('inter8_noxattn', 'matched'), ('nogate_xattn', 'nogate'),
-         ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('ste', 'scaled'), ('quant', 'inter8'),
-         ('quant', 'nogate'), ('inter8_fp32', 'inter8'), ('matched', 'baseline'))
+         ('inter8_noxattn', 'inter8'), ('inter8', 'baseline'), ('matched', 'baseline'), ('inter8_noxattn', 'matched'),
+         ('nogate_xattn', 'nogate'), ('inter8', 'nogate_xattn'), ('scaled', 'inter8'), ('ste', 'scaled'),
+         ('quant', 'inter8'), ('quant', 'nogate'), ('quant', 'baseline'), ('inter8_fp32', 'inter8'))
 
 
 # ---- data
@@ -613,7 +613,7 @@ def draw_routing(results, path):
     axis.set(xlabel='routed channel', ylabel='layer', yticks=range(0, layers, max(1, layers // 8)))
     top = float(weights.max())
     bar = figure.colorbar(image, label='mean routing weight')
-    bar.set_ticks([0, 1 / channels, top], labels=['0', f'uniform, 1/{channels}', f'{top:.2f}'])
+    bar.set_ticks([1 / channels, top], labels=[f'uniform, 1/{channels}', f'{top:.2f}'])
     figure.suptitle(f'{name}, seed {first["seed"]}')
     save_figure(figure, path)
 

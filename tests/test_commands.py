@@ -41,17 +41,20 @@ SMALL = dict(
     prepare='--n_tokens=20000 --num_threads=1', evaluate='--seeds=1,2 --device=cpu', parity='--device=cpu',
     interpret='--seeds=1,2 --n_tokens=256 --device=cpu', bench='--repeats=1 --device=cpu')
 # .. and after them where those are what takes long or, in two steps, would keep nothing
-LESS = {'--resume': '--max_steps=4', '--keep=': '--keep=1', 'parity.py --n ': '--steps=2', 'train_cls': '--seeds=1,2'}
+# (a study's folders hold runs of one size, so tiny's tables of the paper's tasks take seeds that FOLDER's do not)
+LESS = {'--max_steps=3000': '--max_steps=2', '--resume': '--max_steps=4', '--keep=': '--keep=1',
+        'parity.py --n ': '--steps=2', 'train_cls': '--seeds=1,2', '--preset=tiny --variants=table': '--seeds=3,4'}
 WHOLE = '--help', '--count_params', '--summarize'           # quick as they are
 
 # the files that a command promises, a stem and its ends, by the first of these that stands in it; '' is none
 FILES = {
     **dict.fromkeys((*WHOLE, '--generate', 'parity.py --n '), ''),
     '--resume': 'out/lm/*/ config.json log.jsonl last.pt',
-    '--compare=all': 'results/compare .json .md .png', '--compare=': 'results/compare_books .json .md .png',
+    '--compare=all': 'results/compare .json .md .png', '--compare=': 'results/compare_* .json .md .png',
     '--boundary': 'results/boundary .json .md .png', '--sweep': 'results/parity .json .md .png',
     '--fixed': 'results/parity_fixed .json .md', '--dynamics': 'results/parity_dynamics .json .png',
     **{f'--variants={name}': f'results/cls_*_{name} .json .md .png _routing.png' for name in train_cls.TABLES},
+    '--variants=': 'results/cls_* .json .md .png _routing.png',
     'evaluate.py --study': 'results/eval_compare_books .json .md', 'evaluate.py --ckpt': '*/ eval.json',
     'interpret.py --study': 'results/detectors .json .md', '--html': 'units .html',
     '--over=RUN': 'RUN/over .json .png', '--over=NCQ,NC': 'NCQ/over .json .png',
