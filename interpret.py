@@ -569,6 +569,9 @@ def study(c, device):
     def norm(model):
         return float(torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm())
 
+    for name, seed in itertools.product(STUDY, seeds):
+        if not (folder := folder_of(c.study, STUDY[name][0], seed)).is_dir():
+            fail(f'no run {folder}: expected the runs of `train_lm.py --preset=tiny --compare=all`')
     weights = {(name, seed): norm(load(name, seed)[0]) for seed in seeds for name in STUDY}
     check_results()
     todo = [key for key in weights if kept.get(key, {}).get('weights') != weights[key]]
@@ -735,8 +738,8 @@ def read_all(c, model, config, tokenizer, device):
         print(''.join(f'  layer {unit["layer"]} unit {unit["unit"]:>4}  {unit["name"]}\n' for unit in some))
     lines = [[r['family'], r['layer'], r['unit'], *(f'{r[key]:.4g}' for key in SHOWN),
               f'`{r["name"]}`'.replace('|', '\\|')] for r in detectors]
-    print(table(['family', 'layer', 'unit', *SHOWN, 'name'], lines) + LEGEND if wordy else
-          'no licensing test: tokens are bytes, and it needs words')
+    print(table(['family', 'layer', 'unit', *SHOWN, 'name'], lines) + LEGEND if lines else
+          'no unit is a licensing detector' if wordy else 'no licensing test: tokens are bytes, and it needs words')
 
     figures = {'Loss when units are removed': folder / 'redundancy.png'}
     draw_redundancy(folder / 'redundancy.png', costs)
@@ -756,6 +759,7 @@ def read_all(c, model, config, tokenizer, device):
                     ('And, but not', 'The two of each layer that write most.', cards(pairs))]
         write_file(Path(c.html), page(f'The units of {folder.name}, step {config["step"]}', header, by_layer, figures,
                                       sections))
+    print(f'more in {folder}: interpret.json, {", ".join(Path(path).name for path in figures.values())}')
     return model.memory() | dict(detectors=count_detectors(passed))
 
 

@@ -71,7 +71,7 @@ DEFAULTS = dict(
     cross_attn=True,            # the logic state attends to the backbone's layers
     alpha=0.01,                 # weight of the branch in the fusion
     learn_alpha=False,          # alpha is a parameter
-    gate_mode='soft',           # soft | ste (gates fire or do not, straight-through gradient)
+    gate_mode='soft',           # soft | ste (hard gates, straight-through gradient; they fire with route_scale alone)
     control='paper',            # nogate: paper | matched (the same fusion and parameters as the routed branch)
     residual='attended',        # what eq 17 adds to: attended (the attended state, as released) | state (as printed)
     route_scale=False,          # u = min(3G pi, 1) s in place of pi s
@@ -94,7 +94,7 @@ DEFAULTS = dict(
     log_every=10,               # steps between lines in log.jsonl
     # instead of training one model
     count_params=False,         # print Table 2 for this shape and stop
-    variants='',                # a table of TABLES (table1 | .. | all | precision | depth | alpha | fair), or NAME,NAME
+    variants='',                # train a table of TABLES or NAME,NAME; a variant's own keys stand over those given
     seeds='42,777,123',         # with each of these
     summarize='',               # print the tables of a file of finished runs
 )
@@ -498,7 +498,7 @@ def summary(results):
                       of('alpha', 4), of('grad_norm', 2), *(of(key, 1) for key in forgets), used])
     header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm',
               *(['half-life, tokens'] if forgets else []), 'parameters used']
-    majority = [r['majority'] for runs in results.values() for r in runs if 'majority' in r]
+    majority = [r['majority'] for r in next(iter(results.values())) if 'majority' in r]     # a seed's, the same for all
     text = table(header, lines)
     if majority:
         text += f'\nThe commonest label alone: {spread(majority, 4)}.\n'
@@ -567,7 +567,8 @@ def run_variants(config, run, stop):
     if config['variant'] != DEFAULTS['variant']:                # its row would reach into the others
         fail(f'--variant={config["variant"]} trains one model and --variants={asked} several: give one of the two')
     if unknown := [name for name in names if name not in VARIANTS]:
-        fail(f'--variants={asked}: {unknown[0]!r} is none of {", ".join([*TABLES, *VARIANTS])}')
+        fail(f'--variants={asked}: {unknown[0]!r} is no variant: expected one table ({", ".join(TABLES)}) or some of '
+             f'{", ".join(VARIANTS)}')
     check(config)
     rows = {name: dict(variant=name) | VARIANTS[name] for name in names}
     own = asked if TABLE_ROWS.get(asked, {}).keys() - {'task'} else ''     # its runs are not those of other tables

@@ -555,7 +555,7 @@ def test_a_study_of_other_settings_says_which(studied, here, command, monkeypatc
     (['--over=x', '--study=y'], 'give one'),
     (['--layer=1', '--html=x.html'], 'give one'),
     (['--over=RUN'], 'no step_*.pt'),
-    (['--study=RUN'], 'no checkpoint'),
+    (['--study=RUN'], 'no run'),
     (['--study=RUN', '--seeds=a'], 'whole numbers'),
 ])
 def test_a_mistake_ends_in_one_line(tmp_path, here, data_dir, command, words, says):
