@@ -498,10 +498,10 @@ def summary(results):
                       of('alpha', 4), of('grad_norm', 2), *(of(key, 1) for key in forgets), used])
     header = ['variant', 'seeds', 'accuracy', 'loss, nats', 'entropy', 'fired', 'alpha', 'gradient norm',
               *(['half-life, tokens'] if forgets else []), 'parameters used']
-    majority = [r['majority'] for r in next(iter(results.values())) if 'majority' in r]     # a seed's, the same for all
+    majority = {r['seed']: r['majority'] for runs in results.values() for r in runs if 'majority' in r}
     text = table(header, lines)
     if majority:
-        text += f'\nThe commonest label alone: {spread(majority, 4)}.\n'
+        text += f'\nThe commonest label alone: {spread(majority.values(), 4)}.\n'
     for key in ('accuracy_by_depth', 'accuracy_by_task'):
         shares = {name: [r.get(key, {}) for r in runs] for name, runs in results.items()}
         parts = list(dict.fromkeys(part for rows in shares.values() for row in rows for part in row))

@@ -228,10 +228,11 @@ def test_the_type_is_the_smallest_that_holds_the_vocabulary():
 
 
 def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path):
-    for name, command in dict(openwebtext='prepare.py openwebtext .*--preset=tiny', books='prepare.py text --input',
+    for name, command in dict(openwebtext='prepare.py openwebtext', books='prepare.py text --input',
                               licensing_shuffled='prepare.py licensing --shuffled').items():
-        with pytest.raises(FileNotFoundError, match=command):
+        with pytest.raises(FileNotFoundError, match=command) as error:
             prepare.load_tokens(tmp_path, name)
+        assert ('--preset=tiny' in str(error.value)) == (name == 'openwebtext')     # the dataset that it replaces
 
 
 def break_json(folder):

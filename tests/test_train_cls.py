@@ -961,7 +961,15 @@ def test_of_several_tasks_each_is_compared_by_itself():
                                      'inter8': [on(1, 0.53, 0.47), on(2, 0.51, 0.49), on(3, 0.9, 0.9)]})
     assert {name: round(pair['mean'], 6) for name, pair in found.items()} == {
         'inter8 - nogate': 0, 'inter8 - nogate, proofwriter': 0.02, 'inter8 - nogate, mnli': -0.02}
+    assert 'commonest' not in text
     assert '| accuracy | proofwriter | mnli |' in text and '| nogate | 0.500 ± 0.000 | 0.500 ± 0.000 |' in text
+
+
+def test_the_commonest_label_is_one_figure_a_seed():
+    """However many variants ran with it, and if the first of them diverged: 0.4 and 0.5, whose sd is 0.1/sqrt(2)."""
+    rows = [dict(seed=1, val_accuracy=0.6, majority=0.4), dict(seed=2, val_accuracy=0.6, majority=0.5)]
+    text, _ = train_cls.summary({'nogate': [dict(seed=1, diverged_at=1), rows[1]], 'inter8': rows, 'scaled': rows})
+    assert 'The commonest label alone: 0.4500 ± 0.0707.' in text
 
 
 @pytest.mark.parametrize('freedom', range(1, 10))
